@@ -1,0 +1,789 @@
+"""Dynamic Pruning Policy Optimization (DPPO) in one file: GRPO that prunes, without bias.
+
+After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026, arXiv 2603.04135).
+GRPO samples a group of completions for every prompt and trains on all of them, though many teach nothing. DPPO leaves
+out prompts before the rollout and completions after it, and divides what it keeps by the probability of being kept, so
+that the expected gradient is that of full GRPO. What is left is packed densely into slots of tokens.
+
+    python dppo.py                  trains a small embedded model, offline, in a minute or two on a laptop's CPU
+    python dppo.py --method grpo    the same without pruning, to compare
+    python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --dataset_config main \\
+        --chat_template_kwargs '{"enable_thinking": false}' --eval_dataset openai/gsm8k:main:test
+
+With the paper in the other hand, read 5 Pruning, 6 Packing, 7 Update and train() at the end, the method on one screen.
+1 Config, 2 Rewards, 3 Task and 4 Rollout are what every such script needs. Symbols: N candidate prompts of a step, G
+completions of each, A advantages, pi = 1 - P the probability of being kept, w = 1/pi the importance weight. "Our
+reading" marks what the paper leaves open and this file decides.
+"""
+
+import copy
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+from bisect import bisect_right, insort
+from dataclasses import asdict, dataclass
+from decimal import Decimal, InvalidOperation
+from itertools import islice
+from pathlib import Path
+from typing import Callable, Literal
+
+import torch
+import transformers
+from datasets import load_dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers.hf_argparser import HfArg, HfArgumentParser
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of rollouts and forward passes; see make_optimizer
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; the message says what and why in one line."""
+
+
+def attempt(what: str, call: Callable):
+    """call(), with whatever it raises told in one line as an InputError: for other people's files, code and servers."""
+    try:
+        return call()
+    except Exception as error:
+        raise InputError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}"[:400]) from error
+
+
+# ---- 1. Config -------------------------------------------------------------------------------------------------------
+
+METHODS, OBJECTIVES = ("dppo", "grpo", "grpo-skip"), ("grpo", "dr_grpo")
+LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, temperature=1e-3,
+             max_grad_norm=1e-12, clip_low=0, clip_high=0, beta=0, max_prompt_tokens=1, max_completion_tokens=1, eval_samples=1,
+             eval_prompts=0, rollout_batch_size=1, slot_tokens=0, pack_window=1, micro_batch_tokens=1)
+# What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
+EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, steps=100, max_completion_tokens=22, reward="exact")
+HUB_DEFAULTS = dict(learning_rate=1e-6, steps=200, max_completion_tokens=1024, reward="gsm8k")
+
+
+@dataclass
+class Config:
+    """Every setting of a run. Raises InputError for values that cannot work."""
+
+    method: Literal[METHODS] = HfArg(
+        default="dppo", help="dppo prunes; grpo trains every completion; grpo-skip all but those with zero gradient")
+    objective: Literal[OBJECTIVES] = HfArg(default="grpo", help="how advantages and lengths are normalised")
+    prompt_prune_rate: float = HfArg(default=0.7, help="r_q, the fraction pruned of a window's low-scored prompts")
+    completion_prune_rate: float = HfArg(default=0.7, help="r_o, the fraction pruned of low-scored completions")
+
+    model: str = HfArg(default="", help="causal LM on the Hub or in a folder; empty: the embedded task")
+    dataset: str = HfArg(default="", help="on the Hub, a folder, or a .json, .jsonl or .parquet file")
+    dataset_config: str = HfArg(default="", help="the Hub dataset's configuration, such as main")
+    dataset_split: str = HfArg(default="train", help="the split to train on")
+    prompt_column: str = HfArg(default="", help="empty: the first of prompt, question, problem")
+    answer_column: str = HfArg(default="", help="empty: the first of answer, solution, reward_model.ground_truth")
+    system_prompt: str = HfArg(default="", help="put before every prompt")
+    chat_template_kwargs: str = HfArg(default="{}", help='JSON object, such as {"enable_thinking": false}')
+    reward: str = HfArg(default=None, help="exact, gsm8k, boxed or package.module:function; embedded: exact, else gsm8k")
+    max_prompt_tokens: int = HfArg(default=512, help="longer prompts are left out, and counted")
+
+    eval_dataset: str = HfArg(default="", help="path, path:split or path:config:split, by commas; empty: hold some out")
+    eval_prompts: int = HfArg(default=256, help="prompts of each evaluation set, at most")
+    eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
+
+    steps: int = HfArg(default=None, help="rollouts to train on, 0 only evaluates; embedded: 100, else 200")
+    prompts_per_step: int = HfArg(default=32, help="prompts rolled out in a step, at most")
+    group_size: int = HfArg(default=8, help="G, completions of each prompt")
+    inner_epochs: int = HfArg(default=1, help="updates on each rollout")
+    learning_rate: float = HfArg(default=None, help="constant after the warm-up; embedded: 1e-4, else 1e-6")
+    warmup_steps: int = HfArg(default=10, help="steps in which the learning rate rises linearly")
+    max_grad_norm: float = HfArg(default=1.0, help="the gradient is clipped to this norm")
+    clip_low: float = HfArg(default=0.2, help="the ratio is clipped below 1 - clip_low")
+    clip_high: float = HfArg(default=0.2, help="the ratio is clipped above 1 + clip_high")
+    beta: float = HfArg(default=0.0, help="weight of the KL divergence from the initial model")
+
+    temperature: float = HfArg(default=1.0, help="of rollouts, and of the log-probabilities that are trained")
+    max_completion_tokens: int = HfArg(default=None, help="completions are cut here; embedded: 22, else 1024")
+    rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate, at most")
+    slot_tokens: int = HfArg(default=0, help="capacity of a slot; 0: the longest sequence of the step")
+    pack_window: int = HfArg(default=64, help="sequences among which packing looks for one that fits")
+    micro_batch_tokens: int = HfArg(default=16384, help="tokens in a forward and backward pass, at most")
+
+    seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
+    output_dir: str = HfArg(default="", help="the run's own folder; empty: a new one under runs/")
+
+    def __post_init__(self):
+        for name, value in (HUB_DEFAULTS if self.model else EMBEDDED_DEFAULTS).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        for name, least in LEAST.items():
+            if not getattr(self, name) >= least:
+                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("prompt_prune_rate", "completion_prune_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"--{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.method not in METHODS or self.objective not in OBJECTIVES:
+            raise InputError(f"unknown method or objective: {self.method}, {self.objective}")
+        if bool(self.model) != bool(self.dataset):
+            raise InputError("--model and --dataset go together; without both, the embedded task is trained")
+        try:
+            dict(**json.loads(self.chat_template_kwargs))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"--chat_template_kwargs must be a JSON object: {error}") from error
+
+
+# ---- 2. Rewards: f(prompts, completions, **columns) -> list[float | None], as in TRL; None is "not gradable" ---------
+
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+                    r"(?:[eE][+-]?[0-9]+)?")
+UNITS = "[cmk]?m|in|inch|inches|feet|foot|ft|miles?|degrees?|dollars?|cents?|units?|hours?|minutes?|seconds?|days?"
+
+
+def completion_text(completion: str | list[dict]) -> str:
+    """The text of a completion: a string, or for chat prompts a list of one assistant message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def to_number(text: str) -> Decimal | str:
+    """Decimal takes 5,000 digits, which int() refuses, and 1e999999, inf to float(); what even it refuses stays text."""
+    try:
+        return Decimal(re.sub(r"[$,]", "", text))
+    except InvalidOperation:
+        return text
+
+
+def gsm8k_number(text: str) -> Decimal | str | None:
+    """The first number after the last ####, else the last number of the text, else None."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    mark = text.rfind("####")
+    found = NUMBER.search(text, mark) if mark >= 0 else None
+    for found in NUMBER.finditer(text) if found is None else ():
+        pass
+    return to_number(found[0]) if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    """The inside of the last \\boxed{...}, nested braces included; None if there is none or it is never closed."""
+    start = max((match.end() for match in re.finditer(r"\\boxed\s*\{", text)), default=len(text))
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)  # \{ and \} are characters, not braces
+        if depth == 0:
+            return text[start:start + token.start()]
+
+
+def normalise_latex(text: str) -> Decimal | str:
+    """A number, or one spelling of what differs in LaTeX spacing, bracket sizes, kinds of fraction, units or a final dot."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    text = re.sub(r"(?<=[0-9}])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?(?=[.\s]*$)", "", text)  # a unit
+    text = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\q?quad|\\?[$%]|\^\{?\\circ\}?|[\s~]", "", text)
+    text = re.sub(rf"(?<=[0-9}}])(?:{UNITS})$", "", text.rstrip("."))
+    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", re.sub(r"\\[dt]frac", r"\\frac", text))
+    text = re.sub(r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", text)
+    return to_number(text) if NUMBER.fullmatch(text) else text
+
+
+def exact_reward(prompts, completions, answer, **columns) -> list[float]:
+    """1 where the completion is the answer, white space at its ends aside."""
+    return [float(completion_text(c).strip() == str(a).strip()) for c, a in zip(completions, answer)]
+
+
+def gsm8k_reward(prompts, completions, answer, **columns) -> list[float | None]:
+    """1 where completion and answer give the same gsm8k_number; None where the answer gives none."""
+    golds = [gsm8k_number(str(a)) for a in answer]
+    return [None if g is None else float(gsm8k_number(completion_text(c)) == g) for c, g in zip(completions, golds)]
+
+
+def boxed_reward(prompts, completions, answer, **columns) -> list[float | None]:
+    """1 where the last \\boxed{...} is the answer, or what the answer boxes, normalised; None without an answer."""
+    golds = [normalise_latex(last_boxed(str(a)) or str(a)) for a in answer]
+    return [None if g == "" else float(normalise_latex(last_boxed(completion_text(c)) or "") == g)
+            for c, g in zip(completions, golds)]
+
+
+REWARDS = {"exact": exact_reward, "gsm8k": gsm8k_reward, "boxed": boxed_reward}
+
+
+def load_reward(name: str) -> Callable:
+    """One of the rewards above by name, or any function as package.module:function. Raises InputError."""
+    module, _, function = name.partition(":")
+    sys.path.append(os.getcwd())
+    return REWARDS.get(name) or attempt(f"--reward {name} is neither {', '.join(REWARDS)} nor a package.module:function",
+                                        lambda: getattr(importlib.import_module(module), function))
+
+
+# ---- 3. Task ---------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Task:
+    """What a run works on. An example is a dict: prompt (text or chat messages), prompt_ids, the dataset's columns."""
+
+    train: list[dict]
+    evals: dict[str, list[dict]]
+    tokenizer: transformers.PreTrainedTokenizerBase
+    reward: Callable
+    model: transformers.PreTrainedModel = None
+
+
+def load_task(config: Config) -> Task:
+    """The user's data and model, or the embedded ones. Faults of the data show before a model is loaded: InputError."""
+    reward = load_reward(config.reward)
+    task = Task(*(load_data(config) if config.model else sorting_data(config)), reward)
+    longest = max(len(e["prompt_ids"]) for e in sum(task.evals.values(), task.train)) + config.max_completion_tokens
+    for name in ("slot_tokens", "micro_batch_tokens"):
+        if 0 < getattr(config, name) < longest:
+            raise InputError(f"--{name} {getattr(config, name)} is less than the longest sequence, {longest} tokens")
+    score_completions(task, task.train[:1], [[[], []]])
+    model = attempt(f"--model {config.model} cannot be loaded", lambda: transformers.AutoModelForCausalLM.from_pretrained(
+        config.model or warm_started(task.tokenizer), dtype=DTYPE))
+    task.model = model.to(DEVICE).eval()  # dropout would falsify the ratio
+    return task
+
+
+def score_completions(task: Task, examples: list[dict], completions: list[list[list[int]]]) -> torch.Tensor:
+    """(B, G) float64 rewards of the G completions (token ids) of B examples; NaN: not gradable. Raises InputError."""
+    rows = [(e, task.tokenizer.decode(ids, skip_special_tokens=True))
+            for e, group in zip(examples, completions) for ids in group]
+    texts = [text if isinstance(e["prompt"], str) else [{"role": "assistant", "content": text}] for e, text in rows]
+    columns = {key: [e[key] for e, _ in rows] for key in examples[0] if key not in ("prompt", "prompt_ids")}
+    name = f"reward function {getattr(task.reward, '__name__', task.reward)}"
+    values = attempt(f"{name} failed", lambda: [math.nan if value is None else float(value) for value in task.reward(
+        prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)])
+    if len(values) != len(rows):
+        raise InputError(f"{name} returned {len(values)} values for {len(rows)} completions")
+    return torch.tensor(values, dtype=torch.float64).view(len(examples), -1)
+
+
+def load_data(config: Config) -> tuple[list[dict], dict[str, list[dict]], transformers.PreTrainedTokenizerBase]:
+    """Training examples, evaluation sets by name, and the tokenizer. Raises InputError."""
+    tokenizer = attempt(f"--model {config.model} has no tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(
+        config.model, padding_side="left"))
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    train = to_examples(load_rows(config.dataset, config.dataset_config, config.dataset_split), config, tokenizer)
+    random.Random(config.seed).shuffle(train)
+    evals = {}
+    for spec in filter(None, config.eval_dataset.split(",")):
+        path, *rest = spec.split(":")
+        evals[spec] = to_examples(load_rows(path, "".join(rest[:-1]), "".join(rest[-1:])), config, tokenizer)
+        evals[spec] = evals[spec][:config.eval_prompts]
+    if not evals:
+        held_out = min(config.eval_prompts, len(train) // 5)
+        evals, train = {"held out": train[:held_out]}, train[held_out:]
+    return train, evals, tokenizer
+
+
+def load_rows(path: str, name: str, split: str):
+    """A split of a dataset; where none is named, test, else validation, else the first. Raises InputError."""
+    files = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
+    splits = attempt(f"dataset {path} cannot be loaded",
+                     lambda: load_dataset(files, data_files=path) if files else load_dataset(path, name or None))
+    split = split or next((usual for usual in ("test", "validation") if usual in splits), next(iter(splits)))
+    rows = attempt(f"dataset {path} has {', '.join(splits)}, but not the split", lambda: splits[split])
+    if len(rows) == 0:
+        raise InputError(f"dataset {path} is empty")
+    return rows.flatten() if "reward_model" in rows.column_names else rows  # verl: reward_model.ground_truth
+
+
+def to_examples(rows, config: Config, tokenizer) -> list[dict]:
+    """Examples from the rows of a dataset; prompts that are too long are left out and counted. Raises InputError."""
+    def column(wanted, *usual):
+        for name in [wanted] if wanted else usual:
+            if name in rows.column_names:
+                return name
+        raise InputError(f"no column {wanted or ' or '.join(usual)} in the dataset; it has {', '.join(rows.column_names)}")
+
+    prompt_column = column(config.prompt_column, "prompt", "question", "problem")
+    answer_column = column(config.answer_column, "answer", "solution", "reward_model.ground_truth")
+    template_kwargs, examples = json.loads(config.chat_template_kwargs), []
+    for number, row in enumerate(rows):
+        prompt, answer = row[prompt_column], row[answer_column]
+        if not isinstance(prompt, (str, list) if tokenizer.chat_template else str):
+            raise InputError(f"row {number}: {prompt_column} is no text, nor chat messages for a chat template: {prompt!r}"[:300])
+        if tokenizer.chat_template:
+            system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+            prompt = system + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
+        else:
+            prompt = f"{config.system_prompt}\n\n{prompt}" if config.system_prompt else prompt
+            ids = tokenizer(prompt)["input_ids"]
+        if 0 < len(ids) <= config.max_prompt_tokens:
+            examples.append({**row, "prompt": prompt, "prompt_ids": ids, "answer": answer, "solution": answer})
+    if not examples:
+        raise InputError(f"all prompts are empty or longer than --max_prompt_tokens {config.max_prompt_tokens}")
+    if len(examples) < len(rows):
+        print(f"left out {len(rows) - len(examples)} of {len(rows)} prompts, empty or over {config.max_prompt_tokens} tokens")
+    return examples
+
+
+# The embedded task: sort the digits of a string. For each class of difficulty: its share of the prompts, how many digits,
+# how often a digit of a demonstration is wrong, and its share of the demonstrations. Easy prompts are nearly always
+# solved before training and hard ones never, as in real datasets; that is what pruning is for.
+SORTING = {"easy": (0.4, (2, 4), 0.0, 0.50), "middle": (0.4, (9, 12), 0.1, 0.45), "hard": (0.2, (17, 20), 0.5, 0.05)}
+WARM_START = dict(steps=400, batch_size=64, learning_rate=2e-3)
+SORTER = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+              head_dim=32, max_position_embeddings=64, tie_word_embeddings=True)
+
+
+def sorting_example(name: str, rng: random.Random, tokenizer) -> dict:
+    """A prompt of one class of the embedded task, such as "4021=", and its answer, "0124"."""
+    digits = rng.choices("0123456789", k=rng.randint(*SORTING[name][1]))
+    prompt = "".join(digits) + "="
+    return {"prompt": prompt, "prompt_ids": tokenizer(prompt)["input_ids"], "answer": "".join(sorted(digits))}
+
+
+def sorting_data(config: Config):
+    """As load_data, for the embedded task: 512 prompts, an evaluation set a class, and a token for each character."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", "=", *"0123456789"])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<end>", padding_side="left")
+    rng, train, evals = random.Random(config.seed), [], {}
+    for name, (share, *_) in SORTING.items():
+        train += [sorting_example(name, rng, tokenizer) for _ in range(round(512 * share))]
+        unseen = filter(lambda e: e not in train, iter(lambda: sorting_example(name, rng, tokenizer), None))
+        evals[name] = list(islice(unseen, round(config.eval_prompts * share)))
+    return train, evals, tokenizer
+
+
+def warm_started(tokenizer) -> Path:
+    """The folder of a model taught by noisy demonstrations: made at the first call, then kept in the user's cache.
+
+    Supervised learning is the policy gradient with advantage 1 on somebody else's completions: train_step does it."""
+    recipe = repr((SORTING, WARM_START, SORTER, inspect.getsource(warm_started), torch.__version__))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo")
+    folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    if folder.exists():
+        return folder
+    transformers.set_seed(0)
+    rng, config = random.Random(0), Config(learning_rate=WARM_START["learning_rate"])
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SORTER))
+    optimizer = make_optimizer(model, config)
+    ones, shares = torch.ones(WARM_START["batch_size"]), [share for *_, share in SORTING.values()]
+    for step in tqdm(range(WARM_START["steps"]), desc="warm start, the first time only"):
+        sequences = []
+        for name in rng.choices(list(SORTING), shares, k=len(ones)):
+            example = sorting_example(name, rng, tokenizer)
+            answer = [rng.choice("0123456789") if rng.random() < SORTING[name][2] else d for d in example["answer"]]
+            sequences.append((example["prompt_ids"], tokenizer("".join(answer))["input_ids"] + [tokenizer.eos_token_id]))
+        optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / WARM_START["steps"])
+        train_step(model, optimizer, sequences, ones, ones, len(ones), config)
+    partial = folder.with_suffix(f".{os.getpid()}")
+    model.save_pretrained(partial)
+    partial.rename(folder)  # a run that dies while it saves leaves no half model under this name
+    return folder
+
+
+# ---- 4. Rollout ------------------------------------------------------------------------------------------------------
+
+def end_ids(task: Task) -> set[int]:
+    """Every id that ends a completion: Qwen has two, and pads with one of them."""
+    ids = task.model.generation_config.eos_token_id
+    return {*(ids if isinstance(ids, list) else [ids]), task.tokenizer.eos_token_id} - {None}
+
+
+def trim_completion(ids: list[int], ends: set[int]) -> list[int]:
+    """The completion up to its first end id, which belongs to it and is trained; what follows is padding."""
+    return ids[:next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]
+
+
+@torch.no_grad()
+def rollout(task: Task, examples: list[dict], samples: int, config: Config) -> list[list[list[int]]]:
+    """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut off.
+
+    generate() takes what its caller leaves open from the model's own generation_config. Qwen's holds top_k, top_p and a
+    repetition penalty: the rollouts would come from another policy than the one whose log-probabilities are trained.
+    So the model gets a clean one while it generates."""
+    model, ends = task.model, end_ids(task)
+    own, model.generation_config = model.generation_config, transformers.GenerationConfig(
+        do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, max_new_tokens=config.max_completion_tokens,
+        eos_token_id=sorted(ends) or None, pad_token_id=task.tokenizer.pad_token_id)
+    completions = [[] for _ in examples]
+    rows = sorted(list(range(len(examples))) * samples, key=lambda q: len(examples[q]["prompt_ids"]))
+    try:
+        for start in range(0, len(rows), config.rollout_batch_size):
+            batch = rows[start:start + config.rollout_batch_size]
+            inputs = task.tokenizer.pad({"input_ids": [examples[q]["prompt_ids"] for q in batch]}, return_tensors="pt")
+            output = model.generate(**inputs.to(model.device))[:, inputs["input_ids"].shape[1]:]
+            for q, ids in zip(batch, output.tolist()):
+                completions[q].append(trim_completion(ids, ends))
+    finally:
+        model.generation_config = own
+    return completions
+
+
+def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
+    """(B, G) rewards -> (B, G) advantages within each group: (r - mean) / (std + 1e-4), std over G - 1, or r - mean.
+
+    Exactly 0 in a group of equal rewards, where rounding would leave dust, and in one with a NaN, which is not gradable.
+    Always of the whole group: advantages centred anew after pruning would be biased."""
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if scale_by_std:
+        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    no_signal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True) | rewards.isnan().any(dim=1, keepdim=True)
+    return advantages.masked_fill(no_signal, 0.0)
+
+
+# ---- 5. Pruning: the paper's hierarchical importance-weighted pruning, the same two functions at both levels ----------
+
+def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
+    """(n,) scores -> (n,) float64 keep probabilities pi; the paper's pruning probability is P = 1 - pi.
+
+    A completion's score is |A|; a prompt's is the mean |A| of its group at its last visit, NaN if it had none. Of the
+    low set, the scores below the mean, floor(rate |low|) are to be pruned; everything else, the unseen too, has pi = 1.
+
+    Our reading: the number pruned is fixed and which ones is uniformly random. The paper's Algorithm 1 is reported to
+    remove the very lowest; then pi = 0 where the gradient is not, and its proof of unbiasedness assumes P < 1."""
+    scores = scores.double()
+    low = scores < scores.nanmean() * (1 - 1e-6)  # by more than rounding: equal scores can lie below their own mean
+    count = int(low.sum())
+    pruned = math.floor(rate * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    return torch.ones_like(scores).masked_fill(low, (count - pruned) / max(count, 1))
+
+
+def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | None = None) -> torch.Tensor:
+    """(n,) keep probabilities -> (n,) float64 importance weights, 0 where pruned and 1/pi where kept: E[weight] = 1.
+
+    The paper's rescale factor is C/(1 - P) with C = kept/total, in a loss that averages over what was kept. That is the
+    same number, 1/kept * (kept/total)/pi = 1/total * 1/pi: the Horvitz-Thompson estimator. Our loss divides by total.
+
+    Systematic sampling: one uniform number against the running sum of pi along `order`, (n,) indices, by default a
+    random permutation. Each item is kept with its own pi, and exactly sum(pi) of them if that is whole. With equal pi
+    along a random order, this is the uniform draw of a fixed number."""
+    if order is None:
+        order = torch.randperm(len(pi), generator=generator)
+    order = order[pi[order] < 1]
+    sums = torch.cat([pi.new_zeros(1), pi[order].cumsum(0)])
+    sums[-1] = sums[-1].round(decimals=9)  # a whole number again, where rounding made it miss
+    crossed = (sums - torch.rand(1, generator=generator, dtype=pi.dtype)).floor().diff() > 0
+    weights = (pi >= 1).to(pi.dtype)
+    weights[order[crossed]] = 1 / pi[order[crossed]]
+    return weights
+
+
+def grow_window(order: torch.Tensor, history: torch.Tensor, batch_size: int, rate: float) -> torch.Tensor:
+    """The candidate prompts of a step: the next of `order`, as many as leave at most `batch_size` after pruning.
+
+    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window starts with batch_size prompts and
+    grows by one while no more than that survive. Its length N divides the loss, so it may depend on history and order,
+    never on the draw: to look on until so many happen to survive would be biased. (Each window's mean is unbiased; as
+    windows of different N weigh the same in training, prompts in small ones count a little more over an epoch.)"""
+    size = min(batch_size, len(order))
+    while size < len(order) and keep_probabilities(history[order[:size + 1]], rate).sum() < batch_size + 0.5:
+        size += 1
+    return order[:size]
+
+
+def completion_probabilities(rewards: torch.Tensor, advantages: torch.Tensor, rate: float, config: Config):
+    """(B, G) rewards and advantages -> (B, G) keep probabilities of the completions.
+
+    Our reading: what has no gradient at all is set aside first, pi = 0, at no cost in bias or variance; mean and low set
+    are over the rest. That is groups not gradable and, without a KL term, A = 0. The textbook's grpo trains A = 0 too."""
+    has_gradient = (advantages != 0) | (config.beta > 0) | (config.method == "grpo")
+    has_gradient &= ~rewards.isnan().any(dim=1, keepdim=True)
+    pi = torch.zeros_like(advantages)
+    pi[has_gradient] = keep_probabilities(advantages[has_gradient].abs(), rate)
+    return pi
+
+
+# ---- 6. Packing: the paper's Dense Prompt Packing --------------------------------------------------------------------
+
+def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
+    """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
+
+    Of the next `window` sequences in order, the longest that fits goes into the open slot; when none fits, the slot is
+    closed. Every index ends up in exactly one slot. O(n log window). Raises ValueError if a sequence exceeds a slot."""
+    if max(lengths, default=0) > capacity:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
+    upcoming = zip(lengths, range(len(lengths)))
+    visible = sorted(islice(upcoming, window))
+    slots, room = [], 0
+    while visible:
+        fitting = bisect_right(visible, (room, len(lengths)))  # how many of the visible fit into the open slot
+        if fitting == 0:
+            slots.append([])
+            room = capacity
+        else:
+            length, index = visible.pop(fitting - 1)
+            slots[-1].append(index)
+            room -= length
+            for item in islice(upcoming, 1):
+                insort(visible, item)
+    return slots
+
+
+def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
+    """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots, and the slots' density.
+
+    A slot is as long as the longest sequence by default: its attention mask is dense, so longer slots would cost more."""
+    lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
+    capacity = config.slot_tokens or max(lengths)
+    slots = [[indices[j] for j in slot] for slot in pack(lengths, capacity, config.pack_window)]
+    together = max(1, config.micro_batch_tokens // capacity)
+    return [slots[i:i + together] for i in range(0, len(slots), together)], sum(lengths) / (len(slots) * capacity)
+
+
+# ---- 7. Update -------------------------------------------------------------------------------------------------------
+
+LOGIT_CHUNK = 2048  # tokens whose logits exist at a time: 1.2 GB in float32 with Qwen's vocabulary
+
+
+def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
+    """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
+
+    Position ids restart with each sequence, from which transformers builds the block-diagonal causal mask: attention never
+    crosses a boundary. Logits exist for completion tokens only, chunk by chunk, and are computed again for the backward
+    pass instead of being kept."""
+    width = max(sum(len(p) + len(c) for p, c in (sequences[i] for i in slot)) for slot in slots)
+    input_ids, position_ids = torch.zeros(2, len(slots), width, dtype=torch.long)
+    predicting = []  # the hidden state at t predicts token t + 1
+    for row, slot in enumerate(slots):
+        start = 0
+        for prompt, completion in (sequences[i] for i in slot):
+            end = start + len(prompt) + len(completion)
+            input_ids[row, start:end] = torch.tensor(prompt + completion)
+            position_ids[row, start:end] = torch.arange(end - start)
+            predicting.append(torch.arange(start + len(prompt) - 1, end - 1) + row * width)
+            start = end
+    predicting = torch.cat(predicting)
+    targets = input_ids.flatten()[predicting + 1].to(model.device)
+    hidden = model.get_decoder()(input_ids=input_ids.to(model.device), position_ids=position_ids.to(model.device),
+                                 use_cache=False).last_hidden_state.flatten(0, 1)[predicting.to(model.device)]
+
+    def of_chunk(hidden, targets):
+        logprobs = (model.get_output_embeddings()(hidden).float() / temperature).log_softmax(dim=-1)
+        entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(dim=-1)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    chunks = [checkpoint(of_chunk, h, t, use_reentrant=False)
+              for h, t in zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))]
+    return tuple(torch.cat(parts) for parts in zip(*chunks))
+
+
+@torch.no_grad()
+def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: Config) -> dict[int, torch.Tensor]:
+    """Log-probabilities of the completions at `indices`, by index: those of the old policy, or of the reference."""
+    result = {}
+    for slots in pack_micro_batches(sequences, indices, config)[0] if indices else ():
+        order = [i for slot in slots for i in slot]
+        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
+        result.update(zip(order, logprobs.split([len(sequences[i][1]) for i in order])))
+    return result
+
+
+def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, total: int, config: Config):
+    """The importance-weighted clipped surrogate of M completions with T tokens -> scalar loss, (2,) metrics sums.
+
+    logprobs, old_logprobs, ref_logprobs (only with beta): (T,); lengths, advantages, weights: (M,).
+        1/total sum_i w_i/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta KL_t]
+    total = N G counts the candidates before any pruning: to divide by what was kept would be biased. Z_i is the length
+    |o_i| (grpo) or the constant max_completion_tokens (dr_grpo). KL_t is estimated by k3 = 1/x - 1 + log x, x = p/p_ref.
+    The sums, over tokens: how many are clipped, and KL."""
+    completion = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion a token belongs to
+    ratio = (logprobs - old_logprobs).exp()
+    surrogate = ratio * advantages[completion]
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages[completion]
+    log_ref_ratio = ref_logprobs - logprobs if config.beta > 0 else torch.zeros_like(logprobs)
+    kl = log_ref_ratio.exp() - 1 - log_ref_ratio
+    normalizer = lengths if config.objective == "grpo" else config.max_completion_tokens
+    loss = ((config.beta * kl - torch.minimum(surrogate, clipped)) * (weights / normalizer)[completion]).sum() / total
+    return loss, torch.stack([(clipped < surrogate).sum(), kl.sum()]).detach()
+
+
+def make_optimizer(model, config: Config) -> torch.optim.AdamW:
+    """AdamW on float32 weights: at a learning rate of 1e-6, updates of bfloat16 weights would round away.
+
+    A parameter that is not float32 gets a float32 copy, in which its gradient accumulates and which is updated and then
+    copied back."""
+    masters, copies = [], []
+    for p in model.parameters():
+        masters.append(p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()))
+        if p is not masters[-1]:
+            def accumulate(p, master=masters[-1]):
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+            p.register_post_accumulate_grad_hook(accumulate)
+            copies.append((p, masters[-1]))
+    optimizer = torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in copies] and None)
+    return optimizer
+
+
+def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: int,
+               config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
+    """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
+
+    sequences: M pairs (prompt ids, completion ids); advantages, weights: (M,), weight 0 is left out; total: N G; old, ref:
+    frozen_logprobs. Without `old`, the policy is the one that sampled: the ratio is 1, its gradient is not 0."""
+    kept = weights.nonzero().squeeze(1).tolist()
+    if not kept:  # nothing to learn; a step would move the weights on Adam's momentum alone
+        return dict.fromkeys(["completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"], 0)
+    micro_batches, density = pack_micro_batches(sequences, kept, config)
+    sums = torch.zeros(3, device=model.device)
+    for slots in micro_batches:
+        order = [i for slot in slots for i in slot]
+        lengths = torch.tensor([len(sequences[i][1]) for i in order], device=model.device)
+        logprobs, entropy = completion_logprobs(model, sequences, slots, config.temperature)
+        loss, metrics = policy_loss(logprobs, torch.cat([old[i] for i in order]) if old else logprobs.detach(),
+                                    torch.cat([ref[i] for i in order]) if ref else None, lengths,
+                                    advantages[order].to(logprobs), weights[order].to(logprobs), total, config)
+        loss.backward()
+        sums += torch.cat([entropy.sum()[None], metrics])
+    grad_norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    tokens = sum(len(sequences[i][1]) for i in kept)
+    entropy, clipped, kl = (sums / tokens).tolist()
+    return dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density, grad_norm=grad_norm.item(),
+                entropy=entropy, kl=kl, clip_fraction=clipped)
+
+
+# ---- 8. Training -----------------------------------------------------------------------------------------------------
+
+def evaluate(task: Task, config: Config) -> dict:
+    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
+    results, means, k = {}, [], config.eval_samples
+    for name, examples in task.evals.items():
+        rewards = score_completions(task, examples, rollout(task, examples, k, config)) if examples else torch.empty(0, k)
+        rewards = rewards[~rewards.isnan().any(dim=1)]
+        results[name] = {"prompts": len(rewards)}
+        if len(rewards):
+            results[name] |= {f"avg@{k}": rewards.mean().item(), f"pass@{k}": rewards.amax(dim=1).mean().item()}
+            means += rewards.mean(dim=1).tolist()
+    return {"accuracy": sum(means) / len(means) if means else None, **results}
+
+
+def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int]) -> dict:
+    """What a step's rollout and draws were like. The mean reward is weighted as the prompts are, so that it speaks of the
+    whole window and can be compared between methods."""
+    gradable = ~rewards.isnan().any(dim=1)
+    rewards, prompt_weights = rewards[gradable], prompt_weights[gradable]
+    generated = [ids for group in completions for ids in group]
+    metrics = dict(reward=prompt_weights @ rewards.mean(dim=1) / prompt_weights.sum(),
+                   zero_variance_fraction=(rewards == rewards[:, :1]).all(dim=1).double().mean(),
+                   ungradable_prompts=(~gradable).sum(),
+                   completion_length=sum(map(len, generated)) / len(generated),
+                   truncated_fraction=sum(ids[-1] not in ends for ids in generated) / len(generated),
+                   weight_max=weights.max(), effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
+    return {name: torch.as_tensor(value).nan_to_num().item() for name, value in metrics.items()}  # 0/0: nothing there
+
+
+def new_output_dir(config: Config) -> Path:
+    """The run's folder, which is made only once the task is loaded. Raises InputError if it cannot be used."""
+    out = Path(config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{os.getpid()}")
+    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if (out / "metrics.jsonl").exists() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"--output_dir {out} holds another run, or cannot be written")
+    return out
+
+
+@torch.no_grad()
+def check_packing(model, examples: list[dict]) -> None:
+    """Raises InputError where log-probabilities in a slot are not those of the model alone: it scales or caps its logits
+    after the head, or has layers that look past a boundary."""
+    sequences = [(e["prompt_ids"], e["prompt_ids"]) for e in examples]
+    packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
+    alone = []
+    for prompt, completion in sequences:
+        logits = model(torch.tensor([prompt + completion], device=model.device)).logits[0, len(prompt) - 1:-1]
+        alone.append(logits.float().log_softmax(-1)[range(len(completion)), completion])
+    if (packed - torch.cat(alone)).abs().max() > (1e-3 if DTYPE == torch.float32 else 0.3):
+        raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those of "
+                         "its head, or change with the neighbours in a slot")
+
+
+def train(config: Config, task: Task | None = None) -> dict:
+    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and model/ into a folder of its own."""
+    started, out = time.perf_counter(), new_output_dir(config)
+    task = task or load_task(config)
+    model, G = task.model, config.group_size
+    check_packing(model, task.train[:2])
+    out.mkdir(parents=True, exist_ok=True)
+    metrics_file, samples_file = (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w")
+    transformers.set_seed(config.seed)
+    generator, order_generator = (torch.Generator().manual_seed(config.seed) for _ in range(2))
+    prunes = config.method == "dppo"
+    prompt_rate, completion_rate = prunes * config.prompt_prune_rate, prunes * config.completion_prune_rate
+    optimizer = make_optimizer(model, config)
+    reference = copy.deepcopy(model) if config.beta > 0 else None
+    before = after = evaluate(task, config)
+    history = torch.full((len(task.train),), math.nan, dtype=torch.float64)  # each prompt's mean |A| at its last visit
+    order, epoch = torch.empty(0, dtype=torch.long), 0
+    bar = tqdm(range(1, config.steps + 1), desc=config.method)
+    for step in bar:
+        if len(order) == 0:
+            order, epoch = torch.randperm(len(history), generator=order_generator), epoch + 1
+
+        # Prune prompts, before the rollout.
+        window = grow_window(order, history, config.prompts_per_step, prompt_rate)
+        order = order[len(window):]
+        prompt_weights = draw(keep_probabilities(history[window], prompt_rate), generator)
+        prompts, prompt_weights = window[prompt_weights > 0], prompt_weights[prompt_weights > 0]
+        examples = [task.train[q] for q in prompts]
+
+        # Roll out, reward, compare within each whole group.
+        clock = time.perf_counter()
+        completions = rollout(task, examples, G, config)
+        rollout_seconds = time.perf_counter() - clock
+        rewards = score_completions(task, examples, completions)
+        advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
+        history[prompts] = advantages.abs().mean(dim=1)
+
+        # Prune completions, after the rollout: one draw for each update, since after the first theta depends on it.
+        clock = time.perf_counter()
+        pi = completion_probabilities(rewards, advantages, completion_rate, config)
+        weights = [prompt_weights[:, None] * draw(pi.flatten(), generator).view_as(pi) for _ in range(config.inner_epochs)]
+
+        # Pack what is left, and update. The old policy is the one before the first update.
+        sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
+        trained = sum(weights).flatten().nonzero().squeeze(1).tolist()  # in any of the updates
+        old = frozen_logprobs(model, sequences, trained, config) if config.inner_epochs > 1 else None
+        ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
+        for w in weights:
+            update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), len(window) * G, config, old, ref)
+
+        record = dict(step=step, epoch=epoch, prompts_seen=len(window), prompts_rolled=len(prompts), **update,
+                      **rollout_metrics(rewards, completions, prompt_weights, w, end_ids(task)),
+                      rollout_seconds=rollout_seconds, train_seconds=time.perf_counter() - clock)
+        print(json.dumps(record), file=metrics_file, flush=True)
+        if step % 10 == 1:
+            for q, i in ((q, i) for q in range(0, len(prompts), 8) for i in (0, 1)):
+                sample = dict(step=step, prompt=examples[q]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
+                              reward=rewards[q, i].nan_to_num().item(), advantage=advantages[q, i].item(),
+                              keep_probability=(pi[q, i] / prompt_weights[q]).item(), weight=w[q, i].item())
+                print(json.dumps(sample), file=samples_file, flush=True)
+        bar.set_postfix_str("reward {reward:.2f}, rolled {prompts_rolled}/{prompts_seen}, trained {completions_trained}, density "
+                            "{slot_density:.2f}, rollout {rollout_seconds:.1f} s, train {train_seconds:.1f} s".format(**record))
+    if config.steps:
+        after = evaluate(task, config)
+        model.save_pretrained(out / "model")
+        task.tokenizer.save_pretrained(out / "model")
+    summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
+                   wall_seconds=time.perf_counter() - started, config=asdict(config),
+                   device=torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2))
+    print("accuracy {accuracy_before:.3f} -> {accuracy_after:.3f} in {wall_seconds:.0f} s".format(**summary),
+          f"\nmetrics, samples, summary and model are in {out}; --method grpo runs the same without pruning")
+    return summary
+
+
+def main() -> None:
+    """The command line. Bad input is told in one line, with exit status 2."""
+    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage="python dppo.py [--OPTION VALUE ...]")
+    transformers.logging.disable_progress_bar()
+    try:
+        train(Config(**vars(parser.parse_args())))
+    except InputError as error:
+        parser.exit(2, f"dppo.py: error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted\n")
+
+
+if __name__ == "__main__":
+    main()
