@@ -137,7 +137,7 @@ class Config:
 
 # ---- 2. Rewards: f(prompts, completions, **columns) -> list[float | None], as in TRL; None is "not gradable" ---------
 
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
                     r"(?:[eE][+-]?[0-9]+)?")
 UNITS = "[cmk]?m|in|inch|inches|feet|foot|ft|miles?|degrees?|dollars?|cents?|units?|hours?|minutes?|seconds?|days?"
 

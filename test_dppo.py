@@ -1,0 +1,809 @@
+"""The claims of dppo.py, each a test whose name is the sentence it proves. Run with: python -m pytest -q"""
+
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import dppo
+from dppo import Config, InputError, Task, completion_probabilities, draw, group_advantages, grow_window, keep_probabilities
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+SCRIPT = Path(dppo.__file__)
+
+
+def tiny_model(dtype=torch.float64, device="cpu", **config):
+    """A Qwen3 of the embedded task's vocabulary with a few thousand random weights, large enough to matter."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**dict(
+        vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0,
+        eos_token_id=1), **config}))
+    return model.to(device, dtype).eval()
+
+
+def tiny_task() -> Task:
+    train, _, tokenizer = dppo.sorting_data(Config())
+    return Task(train[:24] + train[-24:], {"some": train[:4]}, tokenizer, dppo.exact_reward, tiny_model(torch.float32))
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- The expected gradient is that of the full batch ------------------------------------------------------------------
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.7, 0.2], [1.0, 1.0, 1.0], [0.0, 0.9, 1.0]], dtype=torch.float64)
+HISTORY = torch.tensor([math.nan, 0.9, 0.1, 0.2], dtype=torch.float64)  # mean 0.4: the last two are the low set
+N, G = REWARDS.shape
+
+
+def make_sequences():
+    rng = random.Random(0)
+    return [([rng.randrange(2, 13) for _ in range(3 + q)], [rng.randrange(2, 13) for _ in range(1 + rng.randrange(7))])
+            for q in range(N) for _ in range(G)]
+
+
+def problem(objective="grpo", beta=0.0):
+    """A small batch with a real model's gradients, clipping active, and KL: config, model, sequences, advantages, old, ref."""
+    config = Config(objective=objective, beta=beta, max_grad_norm=1e9)
+    sequences, model = make_sequences(), tiny_model()
+    everything = list(range(N * G))
+    logprobs = dppo.frozen_logprobs(model, sequences, everything, config)
+    generator = torch.Generator().manual_seed(1)
+    old, ref = ({i: p + 0.4 * torch.randn(p.shape, generator=generator) for i, p in logprobs.items()} for _ in range(2))
+    return config, model, sequences, group_advantages(REWARDS, objective == "grpo"), old, ref if beta else None
+
+
+def completion_gradients(config, model, sequences, advantages, old, ref) -> torch.Tensor:
+    """(N G, parameters) float64: each completion's share of the full batch's gradient, computed alone and unpadded."""
+    rows = []
+    for i in range(N * G):
+        logprobs, _ = dppo.completion_logprobs(model, sequences, [[i]], 1.0)
+        loss, sums = dppo.policy_loss(logprobs, old[i], ref and ref[i], torch.tensor([len(sequences[i][1])]),
+                                      advantages.flatten()[[i]], torch.ones(1), N * G, config)
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    return torch.stack(rows)
+
+
+DRAWS = {}
+
+
+def every_draw(pi: torch.Tensor, monkeypatch) -> Counter:
+    """Every outcome of draw(pi) -> {weights: probability}, by running it for each order and each interval of its number u."""
+    if tuple(pi.tolist()) in DRAWS:
+        return DRAWS[tuple(pi.tolist())]
+    uncertain = [i for i in range(len(pi)) if 0 < pi[i] < 1]
+    rest = [i for i in range(len(pi)) if i not in uncertain]
+    orders, outcomes = list(itertools.permutations(uncertain)), Counter()
+    for order in orders:
+        breakpoints = sorted({0.0, 1.0, *(pi[list(order)].cumsum(0) % 1).tolist()})
+        for low, high in itertools.pairwise(breakpoints):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "rand", lambda *_, **__: torch.tensor([(low + high) / 2], dtype=torch.float64))
+                weights = draw(pi, None, order=torch.tensor([*order, *rest], dtype=torch.long))
+            outcomes[tuple(weights.tolist())] += (high - low) / len(orders)
+    assert abs(sum(outcomes.values()) - 1) < 1e-12
+    DRAWS[tuple(pi.tolist())] = outcomes
+    return outcomes
+
+
+def every_step(advantages, rewards, config, prompt_rate, completion_rate, monkeypatch):
+    """Every outcome of both levels of pruning, in the order and with the functions of train() -> (probability, (N, G) weights)."""
+    for prompt_weights, p in every_draw(keep_probabilities(HISTORY, prompt_rate), monkeypatch).items():
+        prompt_weights = torch.tensor(prompt_weights, dtype=torch.float64)
+        kept = prompt_weights > 0
+        pi = completion_probabilities(rewards[kept], advantages[kept], completion_rate, config)
+        for weights, p_completions in every_draw(pi.flatten(), monkeypatch).items():
+            full = torch.zeros(N, G, dtype=torch.float64)
+            full[kept] = torch.tensor(weights, dtype=torch.float64).view(-1, G) * prompt_weights[kept, None]
+            yield p * p_completions, full
+
+
+@pytest.mark.parametrize("prompt_rate, completion_rate", [(0.0, 0.6), (0.6, 0.0), (0.6, 0.6)])
+@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
+def test_expected_gradient_is_exactly_the_full_one(objective, beta, prompt_rate, completion_rate, monkeypatch):
+    config, model, sequences, advantages, old, ref = problem(objective, beta)
+    gradients = completion_gradients(config, model, sequences, advantages, old, ref)
+    full = gradients.sum(0)
+    expectation, outcomes = torch.zeros_like(full), 0
+    for probability, weights in every_step(advantages, REWARDS, config, prompt_rate, completion_rate, monkeypatch):
+        expectation += probability * (weights.flatten() @ gradients)
+        outcomes += 1
+    assert outcomes > 1 and full.norm() > 0.01
+    assert (expectation - full).abs().max() < 1e-10
+
+
+def test_clipping_is_active_in_these_problems():
+    config, model, sequences, advantages, old, _ = problem()
+    everything = list(range(N * G))
+    new = torch.cat(list(dppo.frozen_logprobs(model, sequences, everything, config).values()))
+    lengths = torch.tensor([len(sequences[i][1]) for i in everything])
+    _, (clipped, _) = dppo.policy_loss(new, torch.cat([old[i] for i in everything]), None, lengths, advantages.flatten(),
+                                       torch.ones(N * G), N * G, config)
+    assert 0.1 < clipped / lengths.sum() < 0.9
+
+
+def gradient_of_train_step(config, model, sequences, advantages, weights, old, ref) -> torch.Tensor:
+    """What train_step changes the parameters by under plain gradient descent with rate 1: minus the gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    dppo.train_step(model, optimizer, sequences, advantages.flatten(), weights.flatten(), N * G, config, old, ref)
+    return before - torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [30, 16384])
+@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
+def test_train_step_has_the_gradient_of_its_weights(objective, beta, micro_batch_tokens):
+    config, model, sequences, advantages, old, ref = problem(objective, beta)
+    gradients = completion_gradients(config, model, sequences, advantages, old, ref)
+    weights = torch.rand(N * G, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3
+    weights[::3] = 0
+    config = replace(config, micro_batch_tokens=micro_batch_tokens)
+    measured = gradient_of_train_step(config, model, sequences, advantages, weights, old, ref)
+    expected = weights @ gradients
+    assert (measured - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_expected_gradient_through_training_by_monte_carlo():
+    """The draws that training makes, from a torch.Generator, and its own gradient: within 4 standard errors."""
+    config, model, sequences, advantages, old, _ = problem()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    full = completion_gradients(config, model, sequences, advantages, old, None).sum(0)
+    generator, samples = torch.Generator().manual_seed(3), []
+    for _ in range(150):
+        prompt_weights = draw(keep_probabilities(HISTORY, 0.6), generator)
+        kept = prompt_weights > 0
+        pi = completion_probabilities(REWARDS[kept], advantages[kept], 0.6, config)
+        weights = torch.zeros(N, G, dtype=torch.float64)
+        weights[kept] = draw(pi.flatten(), generator).view(-1, G) * prompt_weights[kept, None]
+        model.load_state_dict(state)
+        samples.append(gradient_of_train_step(config, model, sequences, advantages, weights, old, None) @ full / full.norm() ** 2)
+    samples = torch.stack(samples)
+    assert samples.std() > 0.05
+    assert abs(samples.mean() - 1) / (samples.std() / len(samples) ** 0.5) < 4
+
+
+# ---- What breaks it is caught -----------------------------------------------------------------------------------------
+
+def relative_bias(estimate, monkeypatch) -> float:
+    """|E[estimate(weights, gradients)] - full gradient| / |full gradient| under completion pruning at 0.6."""
+    config, model, sequences, advantages, old, _ = problem()
+    gradients = completion_gradients(config, model, sequences, advantages, old, None)
+    expectation = sum(probability * estimate(weights.flatten(), gradients)
+                      for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch))
+    return ((expectation - gradients.sum(0)).norm() / gradients.sum(0).norm()).item()
+
+
+def test_the_harness_finds_no_bias_in_the_estimator_itself(monkeypatch):
+    assert relative_bias(lambda w, g: w @ g, monkeypatch) < 1e-10
+
+
+def test_dividing_by_the_kept_count_is_biased(monkeypatch):
+    assert relative_bias(lambda w, g: w @ g * N * G / (w > 0).sum(), monkeypatch) > 0.2
+
+
+def test_weight_1_is_biased_however_it_is_averaged(monkeypatch):
+    assert relative_bias(lambda w, g: (w > 0).double() @ g, monkeypatch) > 0.05
+    assert relative_bias(lambda w, g: (w > 0).double() @ g * N * G / (w > 0).sum(), monkeypatch) > 0.05
+
+
+def test_deterministic_removal_of_the_lowest_is_biased_whatever_the_weights():
+    config, model, sequences, advantages, old, _ = problem()
+    gradients = completion_gradients(config, model, sequences, advantages, old, None)
+    full, scores = gradients.sum(0), advantages.abs().flatten()
+    pruned = 4
+    kept = scores.argsort()[(scores == 0).sum() + pruned:]
+    for weight in (1.0, ((scores > 0).sum() / len(kept)).item()):
+        assert (weight * gradients[kept].sum(0) - full).norm() / full.norm() > 0.05
+
+
+def test_advantages_centred_anew_after_pruning_are_biased(monkeypatch):
+    config, model, sequences, advantages, old, _ = problem()
+    full = completion_gradients(config, model, sequences, advantages, old, None).sum(0)
+    expectation, cache = torch.zeros_like(full), {}
+    for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch):
+        centred = advantages.clone()
+        for q in range(N):
+            kept = weights[q] > 0
+            centred[q, kept] -= advantages[q, kept].mean() if kept.any() else 0
+        key = tuple(centred.flatten().tolist())
+        if key not in cache:
+            cache[key] = completion_gradients(config, model, sequences, centred, old, None)
+        expectation += probability * (weights.flatten() @ cache[key])
+    assert (expectation - full).norm() / full.norm() > 0.05
+
+
+def test_looking_on_until_enough_prompts_survive_is_biased():
+    """Prompts of value 1, 0, 0, ..., each kept with probability 1/2, until one has survived: n looked at, with probability
+    2^-n. The survivor's weighted value, divided by n, is compared with the mean over the same n prompts."""
+    estimate = sum(0.5 ** n * (2.0 if n == 1 else 0.0) / n for n in range(1, 60))
+    mean_of_window = sum(0.5 ** n * 1.0 / n for n in range(1, 60))
+    assert estimate - mean_of_window > 0.3
+
+
+def test_the_loss_is_divided_by_all_candidates_before_pruning(monkeypatch, tmp_path):
+    totals, windows, real_step, real_window = [], [], dppo.train_step, dppo.grow_window
+    monkeypatch.setattr(dppo, "train_step", lambda *args: totals.append(args[5]) or real_step(*args))
+    monkeypatch.setattr(dppo, "grow_window", lambda *args: windows.append(w := real_window(*args)) or w)
+    task = tiny_task()
+    task.reward = lambda prompts, completions, **_: [float(len(c) > 2 or "1" in p) for p, c in zip(prompts, completions)]
+    dppo.train(Config(steps=12, prompts_per_step=8, group_size=4, output_dir=str(tmp_path / "run")), task)
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert totals == [4 * len(window) for window in windows] == [4 * record["prompts_seen"] for record in records]
+    assert sum(record["prompts_seen"] for record in records) > sum(record["prompts_rolled"] for record in records)
+
+
+def test_a_mask_reused_for_a_second_update_is_biased(monkeypatch):
+    """Losses c (x - b)^2/2, two updates. Given x after the first, a fresh draw is unbiased; the first draw agrees with x."""
+    b, c, pi = torch.tensor([[0.0, 1.0, 5.0, 2.0], [1.0, 2.0, 3.0, 4.0], [0.5] * 4], dtype=torch.float64)
+    draws = {torch.tensor(weights, dtype=torch.float64): p for weights, p in every_draw(pi, monkeypatch).items()}
+    bias_reused = bias_fresh = 0.0
+    for w, p in draws.items():
+        gradients = c * (0.25 * (w * c * b).mean() - b)  # at x = 0 - 0.25 * first gradient
+        bias_reused += p * (w * gradients - gradients).mean()
+        bias_fresh += p * sum(p_fresh * (fresh * gradients - gradients).mean() for fresh, p_fresh in draws.items())
+    assert abs(bias_fresh) < 1e-12 and abs(bias_reused) > 0.1
+
+
+def test_with_inner_epochs_train_draws_the_completions_anew_for_every_update(monkeypatch, tmp_path):
+    seen, real = [], dppo.train_step
+    monkeypatch.setattr(dppo, "train_step", lambda *args: seen.append(args) or real(*args))
+    task = tiny_task()
+    task.reward = lambda prompts, completions, answer, **_: [len(c) % 5 / 4 for c in completions]
+    dppo.train(Config(steps=2, inner_epochs=3, prompts_per_step=4, output_dir=str(tmp_path / "run")), task)
+    assert len(seen) == 6
+    masks = [tuple((args[4] > 0).tolist()) for args in seen[:3]]
+    assert len(set(masks)) == 3
+    old = seen[0][7]
+    assert all(args[7] is old for args in seen[:3]) and all(set(args[4].nonzero().flatten().tolist()) <= set(old) for args in seen[:3])
+
+
+# ---- Keep probabilities, draws, windows -------------------------------------------------------------------------------
+
+def test_keep_probabilities_prune_exactly_the_floor_of_the_low_set():
+    scores = torch.tensor([0.1, 0.2, 0.3, 0.4, 4.0])
+    assert keep_probabilities(scores, 0.7).tolist() == [0.5] * 4 + [1.0]  # floor(0.7 * 4) = 2 of 4 go
+    assert keep_probabilities(scores, 0.0).tolist() == [1.0] * 5
+    assert keep_probabilities(scores, 0.2).tolist() == [1.0] * 5  # floor(0.8) = 0
+
+
+def test_the_floor_is_of_the_exact_product():
+    scores = torch.tensor([0.1] * 100 + [50.0])
+    assert keep_probabilities(scores, 0.29)[0] == 0.71  # 0.29 * 100 is 28.999999999999996 in floating point
+
+
+def test_unseen_prompts_are_always_kept_and_do_not_enter_the_mean():
+    scores = torch.tensor([math.nan, 1.0, 1.0, 4.0, math.nan])
+    assert keep_probabilities(scores, 0.5).tolist() == [1.0, 0.5, 0.5, 1.0, 1.0]
+    assert keep_probabilities(torch.full((3,), math.nan), 0.9).tolist() == [1.0] * 3
+    assert keep_probabilities(torch.zeros(0), 0.9).tolist() == []
+
+
+def test_equal_scores_are_not_below_their_own_mean():
+    scores = torch.full((8,), 0.1, dtype=torch.float32)
+    assert (scores < scores.mean()).any() or scores.mean() == scores[0]  # what a comparison in float32 may say
+    for value in (0.1, 0.7, 1 / 3, 1e-3):
+        for count in (3, 8, 11, 100):
+            noisy = torch.full((count,), value, dtype=torch.float32) * (1 + 1e-7 * torch.randn(count))
+            assert keep_probabilities(noisy, 0.9).eq(1).all()
+
+
+@pytest.mark.parametrize("pi", [[0.5] * 4, [0.4] * 5 + [1.0], [0.25, 0.5, 0.75, 0.5], [0.3, 0.9, 0.2, 0.05], [0.0, 0.5, 0.5, 1.0]])
+def test_draw_keeps_each_item_with_its_own_probability_and_weights_it_by_the_inverse(pi, monkeypatch):
+    pi = torch.tensor(pi, dtype=torch.float64)
+    outcomes = every_draw(pi, monkeypatch)
+    expected_weight = sum(p * torch.tensor(w, dtype=torch.float64) for w, p in outcomes.items())
+    assert torch.allclose(expected_weight, (pi > 0).double(), atol=1e-12)
+    kept = {sum(x > 0 for x in w) for w in outcomes}
+    assert kept <= {math.floor(pi.sum() + 1e-9), math.ceil(pi.sum() - 1e-9)}
+
+
+def test_with_equal_probabilities_draw_is_the_uniform_draw_of_a_fixed_number(monkeypatch):
+    outcomes = every_draw(torch.full((5,), 0.4, dtype=torch.float64), monkeypatch)
+    assert len(outcomes) == math.comb(5, 2)
+    assert all(abs(p - 1 / math.comb(5, 2)) < 1e-12 for p in outcomes.values())
+
+
+def test_draw_keeps_the_exact_number_at_any_size_and_seed():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        low = int(torch.randint(1, 200, (1,), generator=generator))
+        kept = int(torch.randint(1, low + 1, (1,), generator=generator))
+        pi = torch.cat([torch.full((low,), kept / low, dtype=torch.float64), torch.ones(7, dtype=torch.float64)])
+        assert (draw(pi, generator) > 0).sum() == kept + 7
+
+
+def test_draw_shuffles_by_default_and_repeats_with_its_seed():
+    pi = torch.full((40,), 0.5, dtype=torch.float64)
+    first, again, other = (draw(pi, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert (first > 0).tolist() not in ([True, False] * 20, [False, True] * 20)
+
+
+def test_window_grows_until_one_more_prompt_would_leave_too_many():
+    history = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9], dtype=torch.float64)
+    order = torch.arange(10)
+    # Batch 4, rate 0.5. Up to 6 prompts the scores are equal and all survive, so the window stays at 4.
+    assert grow_window(order, history, 4, 0.5).tolist() == [0, 1, 2, 3]
+    # 9, 8, 0, 1: 2 low, 1 pruned, 3 survive; with 2: 3 low, 1 pruned, 4 survive; with 3: 4 low, 2 pruned, 4; with 4: 5, 2, 5.
+    assert grow_window(torch.tensor([9, 8, 0, 1, 2, 3, 4, 5, 6, 7]), history, 4, 0.5).tolist() == [9, 8, 0, 1, 2, 3]
+    assert grow_window(torch.tensor([9, 8, 0]), history, 4, 0.5).tolist() == [9, 8, 0]  # the end of an epoch
+    assert grow_window(order, torch.full((10,), math.nan, dtype=torch.float64), 4, 0.9).tolist() == [0, 1, 2, 3]
+
+
+def test_survivors_never_exceed_the_batch():
+    generator = torch.Generator().manual_seed(0)
+    for rate in (0.0, 0.3, 0.7, 0.95):
+        for _ in range(50):
+            history = torch.rand(300, generator=generator, dtype=torch.float64)
+            history[torch.rand(300, generator=generator) < 0.2] = math.nan
+            window = grow_window(torch.randperm(300, generator=generator), history, 16, rate)
+            weights = draw(keep_probabilities(history[window], rate), generator)
+            assert len(window) >= 16 and (weights > 0).sum() <= 16
+
+
+def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep_theirs(monkeypatch, tmp_path):
+    windows, real_window, real_advantages, visits = [], dppo.grow_window, dppo.group_advantages, []
+    monkeypatch.setattr(dppo, "grow_window", lambda order, history, *a: windows.append((history.clone(), w := real_window(order, history, *a))) or w)
+    monkeypatch.setattr(dppo, "group_advantages", lambda *a, **k: visits.append(v := real_advantages(*a, **k)) or v)
+    task = tiny_task()
+    task.reward = lambda prompts, completions, **_: [float(len(c) > 3 or "1" in p) for p, c in zip(prompts, completions)]
+    dppo.train(Config(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
+    pruned = 0
+    for (before, window), (after, _), advantages in zip(windows, windows[1:], visits):
+        changed = ~torch.isclose(before, after, equal_nan=True)
+        assert set(changed.nonzero().flatten().tolist()) <= set(window.tolist())
+        fresh = advantages.abs().mean(1).tolist()
+        assert all(any(abs(v - f) < 1e-12 for f in fresh) for v in after[changed].tolist())
+        pruned += len(window) - len(advantages)
+    assert pruned > 20 and not windows[-1][0].isnan().any()
+
+
+# ---- Advantages -------------------------------------------------------------------------------------------------------
+
+def test_advantages_are_trl_s_with_exact_zeros_for_equal_rewards():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.1] * 4], dtype=torch.float64)
+    advantages = group_advantages(rewards)
+    assert torch.allclose(advantages[0], (rewards[0] - 0.25) / (rewards[0].std() + 1e-4))
+    assert advantages[1].tolist() == [0.0] * 4
+    assert group_advantages(torch.full((3, 7), 0.1)).eq(0).all()
+    assert torch.allclose(group_advantages(rewards, scale_by_std=False)[0], rewards[0] - 0.25)
+
+
+def test_groups_that_are_not_gradable_are_left_out_also_with_kl():
+    rewards = torch.tensor([[1.0, 0.0], [math.nan, 1.0]], dtype=torch.float64)
+    advantages = group_advantages(rewards)
+    assert advantages[1].tolist() == [0.0, 0.0]
+    for config in (Config(), Config(beta=0.1), Config(method="grpo")):
+        assert completion_probabilities(rewards, advantages, 0.0, config).tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_zero_advantages_cost_nothing_except_in_the_textbook_and_with_kl():
+    advantages = group_advantages(rewards := torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
+    for config, trained in ((Config(), 2), (Config(method="grpo-skip"), 2), (Config(method="grpo"), 4), (Config(beta=0.1), 4)):
+        assert (completion_probabilities(rewards, advantages, 0.0, config) > 0).sum() == trained
+
+
+# ---- Packing ----------------------------------------------------------------------------------------------------------
+
+def gsm8k_like_lengths(count: int) -> list[int]:
+    """Question plus solution, in tokens: means 60 and 121, standard deviation of solutions 54, longest 194 and 453."""
+    rng = random.Random(0)
+    return [min(194, round(rng.gammavariate(8, 7.5))) + min(453, round(rng.gammavariate(5, 24.2))) for _ in range(count)]
+
+
+def test_every_sequence_is_packed_exactly_once_and_no_slot_overflows():
+    rng = random.Random(0)
+    for _ in range(300):
+        capacity, window = rng.randint(1, 50), rng.randint(1, 20)
+        lengths = [rng.randint(1, capacity) for _ in range(rng.randint(0, 60))]
+        slots = dppo.pack(lengths, capacity, window)
+        assert sorted(index for slot in slots for index in slot) == list(range(len(lengths)))
+        assert all(0 < sum(lengths[index] for index in slot) <= capacity for slot in slots)
+
+
+def test_packing_takes_the_longest_that_fits_among_the_next_in_order():
+    assert dppo.pack([5, 3, 8, 2, 2], capacity=10, window=3) == [[2, 3], [0, 1, 4]]
+    assert dppo.pack([5, 6, 5, 4], capacity=10, window=1) == [[0], [1], [2, 3]]
+    assert dppo.pack([], 10, 3) == []
+    with pytest.raises(ValueError, match="11 tokens does not fit a slot of 10"):
+        dppo.pack([3, 11], capacity=10, window=3)
+
+
+def test_density_is_at_least_095_with_slots_as_long_as_the_longest_sequence():
+    lengths = gsm8k_like_lengths(2000)
+    slots = dppo.pack(lengths, max(lengths), window=64)
+    assert sum(lengths) / (len(slots) * max(lengths)) >= 0.95
+
+
+def padded_logprobs(model, sequences):
+    """Each completion's log-probabilities from a padded batch with an attention mask: no packing anywhere."""
+    width = max(len(p) + len(c) for p, c in sequences)
+    ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in sequences], device=model.device)
+    mask = torch.tensor([[1] * (len(p) + len(c)) + [0] * (width - len(p) - len(c)) for p, c in sequences], device=model.device)
+    logprobs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float().log_softmax(-1)
+    logprobs = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return [logprobs[row, len(p) - 1:len(p) + len(c) - 1] for row, (p, c) in enumerate(sequences)]
+
+
+@pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5), pytest.param(
+    "cuda", torch.float32, 1e-4, marks=CUDA.marks), pytest.param("cuda", torch.bfloat16, 0.1, marks=CUDA.marks)])
+@pytest.mark.parametrize("slot_tokens", [0, 40])
+def test_packed_and_padded_log_probabilities_and_gradients_agree(slot_tokens, device, dtype, tolerance):
+    model, sequences, config = tiny_model(dtype, device), make_sequences(), Config(slot_tokens=slot_tokens, pack_window=5)
+    weights = [(-1.0) ** i * (1 + i % 3) for i in range(len(sequences))]
+    results = []
+    for packed in (True, False):
+        if packed:
+            logprobs = {}
+            for slots in dppo.pack_micro_batches(sequences, list(range(len(sequences))), config)[0]:
+                assert max(map(len, slots)) > 1
+                order = [i for slot in slots for i in slot]
+                values, _ = dppo.completion_logprobs(model, sequences, slots, 1.0)
+                logprobs.update(zip(order, values.split([len(sequences[i][1]) for i in order])))
+            logprobs = [logprobs[i] for i in range(len(sequences))]
+        else:
+            logprobs = padded_logprobs(model, sequences)
+        loss = sum(w * p.sum() for w, p in zip(weights, logprobs))
+        gradient = torch.cat([g.flatten().float() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        results.append((torch.cat(logprobs).detach(), gradient))
+    (packed_logprobs, packed_gradient), (logprobs, gradient) = results
+    assert (packed_logprobs - logprobs).abs().max() < tolerance * logprobs.abs().max()
+    assert (packed_gradient - gradient).norm() < tolerance * gradient.norm()
+
+
+def test_no_attention_crosses_a_slot_boundary():
+    model, sequences = tiny_model(torch.float32), make_sequences()
+    before, _ = dppo.completion_logprobs(model, sequences, [[0, 1, 2], [3, 4]], 1.0)
+    prompt, completion = sequences[1]
+    sequences[1] = ([2 + (token + 3) % 11 for token in prompt], [2 + (token + 5) % 11 for token in completion])
+    after, _ = dppo.completion_logprobs(model, sequences, [[0, 1, 2], [3, 4]], 1.0)
+    own = slice(len(sequences[0][1]), len(sequences[0][1]) + len(completion))
+    assert (before[own] - after[own]).abs().max() > 0.01
+    before[own] = after[own] = 0
+    assert torch.equal(before, after)
+
+
+def test_logits_in_chunks_are_the_same(monkeypatch):
+    model, sequences, slots = tiny_model(torch.float32), make_sequences(), [[0, 1, 2], [3, 4, 5]]
+    whole = dppo.completion_logprobs(model, sequences, slots, 0.7)
+    monkeypatch.setattr(dppo, "LOGIT_CHUNK", 3)
+    for a, b in zip(whole, dppo.completion_logprobs(model, sequences, slots, 0.7)):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_model_that_caps_its_logits_is_refused():
+    config = transformers.Gemma2Config(vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+                                       num_attention_heads=2, num_key_value_heads=1, initializer_range=1.0,
+                                       final_logit_softcapping=1.0, attn_implementation="eager")
+    torch.manual_seed(0)
+    examples = [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6, 7, 8, 9]}]
+    dppo.check_packing(tiny_model(torch.float32), examples)
+    with pytest.raises(InputError, match="Gemma2ForCausalLM cannot be trained packed"):
+        dppo.check_packing(transformers.Gemma2ForCausalLM(config).eval(), examples)
+
+
+# ---- Rollout ----------------------------------------------------------------------------------------------------------
+
+QWEN_GENERATION = dict(do_sample=True, temperature=0.5, top_k=3, top_p=0.7, repetition_penalty=1.5, min_p=0.2, no_repeat_ngram_size=1,
+                       eos_token_id=[1, 12], pad_token_id=12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_frequencies_match_the_probabilities_that_are_trained(temperature):
+    task = tiny_task()
+    task.model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
+    prompt = [5, 4, 3, 7]
+    config = Config(temperature=temperature, max_completion_tokens=1, rollout_batch_size=1000)
+    torch.manual_seed(0)
+    first = Counter(ids[0] for ids in dppo.rollout(task, [{"prompt_ids": prompt}], 6000, config)[0])
+    trained = [dppo.completion_logprobs(task.model, [(prompt, [token])], [[0]], temperature)[0].item() for token in range(13)]
+    expected = [6000 * math.exp(logprob) for logprob in trained]
+    chi_square = sum((first[token] - e) ** 2 / e for token, e in enumerate(expected))
+    assert min(expected) > 1 and chi_square < 39.1  # 12 degrees of freedom, p = 1e-4
+    assert task.model.generation_config.top_k == 3  # its own again
+
+
+def test_completions_end_with_the_first_of_several_end_ids_which_may_also_pad():
+    assert dppo.trim_completion([5, 6, 12, 12, 12], {1, 12}) == [5, 6, 12]
+    assert dppo.trim_completion([5, 1, 12, 7], {1, 12}) == [5, 1]
+    assert dppo.trim_completion([5, 6, 7], {1, 12}) == [5, 6, 7]  # cut off by the token limit
+    assert dppo.trim_completion([12, 12], {1, 12}) == [12]
+    task = tiny_task()
+    task.model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
+    task.tokenizer.pad_token_id = 12
+    assert dppo.end_ids(task) == {1, 12}
+    completions = dppo.rollout(task, task.train[:6], 20, Config(max_completion_tokens=9))
+    flat = [ids for group in completions for ids in group]
+    ended = [ids for ids in flat if ids[-1] in (1, 12)]
+    assert all(not {1, 12} & set(ids[:-1]) for ids in flat) and {ids[-1] for ids in ended} == {1, 12}
+    assert all(len(ids) == 9 for ids in flat if ids not in ended) and len({len(ids) for ids in ended}) > 3
+
+
+def test_rollouts_are_split_and_come_back_in_the_order_of_their_prompts(monkeypatch):
+    task, sizes = tiny_task(), []
+    real = task.model.generate
+
+    def generate(input_ids, attention_mask):
+        sizes.append(input_ids.shape)
+        return torch.cat([input_ids, attention_mask.sum(1, keepdim=True)], dim=1)  # "completes" with the prompt's length
+    monkeypatch.setattr(task.model, "generate", generate)
+    lengths = [len(e["prompt_ids"]) for e in task.train]
+    completions = dppo.rollout(task, task.train, 3, Config(rollout_batch_size=10))
+    assert completions == [[[length]] * 3 for length in lengths]
+    assert sum(rows for rows, _ in sizes) == 3 * len(lengths) and max(rows for rows, _ in sizes) == 10
+    assert sum(rows * width for rows, width in sizes) < 1.2 * 3 * sum(lengths)  # prompts of similar length together
+
+
+# ---- Precision --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_updates_far_below_bfloat16_resolution_are_not_lost(device):
+    model = tiny_model(torch.bfloat16, device)
+    optimizer = dppo.make_optimizer(model, Config(learning_rate=1e-5))
+    masters = optimizer.param_groups[0]["params"]
+    weight, master = model.lm_head.weight, masters[0]
+    start = master.detach().clone()
+    assert master.dtype == torch.float32 and torch.equal(weight.float(), start)
+    for _ in range(300):
+        weight.float().sum().backward()
+        assert weight.grad is None and master.grad.dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(master.detach() - start, torch.full_like(start, -300e-5), rtol=0.01)
+    assert torch.equal(weight, master.detach().bfloat16()) and (weight.float() - start).abs().max() > 1e-3
+
+
+def test_gradients_of_several_backward_passes_accumulate_in_float32():
+    model = tiny_model(torch.bfloat16)
+    optimizer = dppo.make_optimizer(model, Config())
+    weight, master = model.lm_head.weight, optimizer.param_groups[0]["params"][0]
+    for value in (256.0, 1.0, 1.0):
+        (weight * value).sum().backward()
+    assert master.grad.eq(258).all()  # 256 + 1 is 256 in bfloat16
+
+
+def test_float32_models_are_trained_in_place():
+    model = tiny_model(torch.float32)
+    assert [*map(id, dppo.make_optimizer(model, Config()).param_groups[0]["params"])] == [*map(id, model.parameters())]
+
+
+# ---- Rewards ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, number", [
+    ("#### 18", 18), ("so 3 + 4 = 7\n#### 1,234", 1234), ("####-5", -5), ("#### $70,000.", 70000), ("#### 50%", 50), ("it is 3.50.", 3.5),
+    ("first 1 then 2", 2), ("5 - 3 = 2", 2), ("16-3", 3), ("-7", -7), ("answer: $-7", -7), ("1,2,3", 3), ("#### none, 4", 4), ("#### ", None), ("", None),
+    ("7 ####", 7), ("\N{MINUS SIGN}4", -4), (".5", 0.5), ("no digits", None), ("\u0663\u0664", None), ("1/4 is 0.25", 0.25)])
+def test_gsm8k_numbers(text, number):
+    assert dppo.gsm8k_number(text) == (number if number is None else dppo.Decimal(str(number)))
+
+
+def test_gsm8k_reward_compares_numbers_and_says_none_without_an_answer():
+    rewards = dppo.gsm8k_reward(prompts=["?"] * 5, completions=["#### 18.0", "18", "$18.", "19", "18"], extra=[1] * 5,
+                                answer=["x\n#### 18", "18", "1 8\n#### 18", "18", "no number"])
+    assert rewards == [1.0, 1.0, 1.0, 0.0, None]
+    assert dppo.gsm8k_reward(prompts=[[]], completions=[[{"role": "assistant", "content": "#### 4"}]], answer=[4]) == [1.0]
+
+
+@pytest.mark.parametrize("given, gold, reward", [
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
+    (r"\boxed{1} then \boxed{2}", "2", 1), (r"\boxed{1} then \boxed{2}", "1", 0), (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
+    (r"\boxed{5\text{ cm}}", "5", 1), (r"\boxed{5 cm}", "5", 1), (r"\boxed{\text{Evelyn}}", "Evelyn", 1), (r"\boxed{x^{2}}", "x^{2}", 1),
+    (r"\boxed{1,000}", "1000", 1), (r"\boxed{\$10.}", "10.0", 1), (r"\boxed{30^\circ}", "30", 1), (r"\boxed{50\%}", "50", 1),
+    (r"\boxed{3", "3", 0), ("3", "3", 0), (r"\boxed{3}", r"thus \boxed{3}", 1), (r"\boxed {\{1,2\}}", r"\{1,2\}", 1), (r"\boxed{}", "", None),
+    (r"\boxed{10\text{ m}^2}", "10", 1), (r"\boxed{a_{n_{k}}}", "a_{n_{k}}", 1), (r"\boxed{5x}", "5", 0), (r"\leftarrow\boxed{2}", "2", 1)])
+def test_boxed_rewards(given, gold, reward):
+    assert dppo.boxed_reward(prompts=["?"], completions=[given], answer=[gold]) == [reward]
+
+
+HOSTILE = ["", "9" * 5000, "9" * 100_000, "1e999999", "1e" + "9" * 30, "NaN", "Infinity", "#### 1e999999999999999999999", r"\boxed{" * 10_000,
+           r"\boxed{" + "{" * 10_000 + "}" * 10_001, "\0\x1b[2J\ud800", "$" * 50_000, "1," * 50_000, "-" * 50_000, "####" * 20_000, "\\" * 50_000,
+           r"\boxed{" + "5 " * 30_000 + "}", r"\boxed{5" + r"\text{" * 10_000, "__import__('os').abort()", "1" + " " * 50_000 + r"\text{a}"]
+
+
+@pytest.mark.parametrize("reward", dppo.REWARDS.values())
+def test_rewards_survive_hostile_text(reward):
+    for text in HOSTILE:
+        for gold in ("18", text):
+            assert reward(prompts=["?"], completions=[text], answer=[gold])[0] in (0.0, 1.0, None)
+
+
+# ---- Data and bad input -----------------------------------------------------------------------------------------------
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}0{% endif %}="
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    """A causal LM with random weights and its tokenizer, as a user has them in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(torch.float32).save_pretrained(folder)
+    dppo.sorting_data(Config())[2].save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run_main(monkeypatch, capsys, *args) -> str:
+    """main() with these arguments, which must exit with status 2 and one line (progress and usage aside); returns it."""
+    monkeypatch.setattr(sys, "argv", ["dppo.py", *map(str, args)])
+    with pytest.raises(SystemExit) as exit_:
+        dppo.main()
+    error = [line for line in capsys.readouterr().err.strip().splitlines() if "examples/s" not in line and "usage:" not in line]
+    assert exit_.value.code == 2 and len(error) == 1
+    return error[0]
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--prompt_prune_rate", "1"], "prompt_prune_rate must lie in [0, 1), got 1.0"), (["--completion_prune_rate", "-0.1"], "completion_prune_rate"),
+    (["--prompt_prune_rate", "nan"], "prompt_prune_rate"), (["--group_size", "1"], "group_size must be at least 2"), (["--method", "ppo"], "invalid choice: 'ppo'"),
+    (["--slot_tokens", "30"], "slot_tokens 30 is less than the longest sequence, 43 tokens"), (["--micro_batch_tokens", "30"], "micro_batch_tokens 30"),
+    (["--nonsense", "1"], "nonsense"), (["--model", "x"], "--model and --dataset go together"), (["--chat_template_kwargs", "[1]"], "JSON object"),
+    (["--chat_template_kwargs", "{"], "JSON object"), (["--reward", "no_such_module:f"], "No module named 'no_such_module'"),
+    (["--reward", "math:nothing"], "nothing"), (["--reward", "typo"], "--reward typo is neither exact, gsm8k, boxed nor"),
+    (["--reward", "test_dppo:two_values"], "reward function two_values returned 7 values for 2 completions"),
+    (["--reward", "math:sqrt"], "reward function sqrt failed"), (["--output_dir", SCRIPT / "x"], "cannot be written"), (["--temperature", "0"], "temperature")])
+def test_bad_input_is_told_in_one_line_before_any_model_is_loaded(args, message, monkeypatch, capsys):
+    monkeypatch.setattr(dppo, "warm_started", None)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    assert message in run_main(monkeypatch, capsys, *args)
+
+
+def two_values(prompts, completions, **columns):
+    return [0.0] * 7
+
+
+@pytest.mark.parametrize("rows, args, message", [
+    (None, [], "cannot be loaded"), ([], [], "data"), ([{"text": "1", "label": "2"}], [], "no column prompt or question or problem in the dataset; it has text, label"),
+    ([{"prompt": "1", "label": "2"}], [], "no column answer or solution"), ([{"prompt": "1", "answer": "1"}], ["--prompt_column", "q"], "no column q"),
+    ([{"prompt": "1" * 600, "answer": "1"}], [], "all prompts are empty or longer than --max_prompt_tokens 512"),
+    ([{"prompt": "1", "answer": "1"}], ["--dataset_split", "test"], "has train, but not the split: 'test'"),
+    ([{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}], [], "row 0: prompt is no text, nor chat messages")])
+def test_bad_datasets_are_told_in_one_line(rows, args, message, model_folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    path = tmp_path / "data.jsonl" if rows is None else write_rows(tmp_path / "data.jsonl", rows)
+    assert message in run_main(monkeypatch, capsys, "--model", model_folder, "--dataset", path, *args)
+
+
+def test_columns_are_found_by_name_and_answers_go_by_both_names(model_folder, tmp_path):
+    rows = [{"question": "12", "solution": "3", "level": 5}, {"question": "1" * 40, "solution": "4", "level": 6}]
+    config = Config(model=str(model_folder), dataset=write_rows(tmp_path / "a.jsonl", rows * 5), max_prompt_tokens=20, system_prompt="7")
+    train, evals, tokenizer = dppo.load_data(config)
+    assert len(train) + len(evals["held out"]) == 5 and len(evals["held out"]) == 1
+    assert train[0] == {"question": "12", "prompt": "7\n\n12", "prompt_ids": tokenizer("7\n\n12")["input_ids"], "solution": "3", "answer": "3", "level": 5}
+    other = replace(config, prompt_column="solution", answer_column="question", system_prompt="")
+    assert {e["prompt"] + e["answer"][:2] for e in dppo.load_data(other)[0]} == {"312", "411"}
+
+
+def test_chat_prompts_verl_s_layout_and_parquet(model_folder, tmp_path):
+    import datasets
+    messages = [{"role": "user", "content": "12"}]
+    rows = datasets.Dataset.from_list([{"prompt": messages, "reward_model": {"ground_truth": "21", "style": "rule"}}] * 6)
+    rows.to_parquet(str(tmp_path / "verl.parquet"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "chat")
+    config = Config(model=str(tmp_path / "chat"), dataset=str(tmp_path / "verl.parquet"), system_prompt="9",
+                    eval_dataset=f"{tmp_path / 'verl.parquet'}:train", chat_template_kwargs='{"enable_thinking": false}')
+    train, evals, tokenizer = dppo.load_data(config)
+    assert len(train) == 6 and [len(e) for e in evals.values()] == [6]
+    assert train[0]["prompt"] == [{"role": "system", "content": "9"}, *messages] and train[0]["answer"] == train[0]["solution"] == "21"
+    assert tokenizer.decode(train[0]["prompt_ids"]) == "9120="
+    text = write_rows(tmp_path / "text.jsonl", [{"problem": "34", "answer": "43"}] * 6)
+    train, _, _ = dppo.load_data(replace(config, dataset=text, eval_dataset="", system_prompt=""))
+    assert train[0]["prompt"] == [{"role": "user", "content": "34"}]
+
+
+def test_rewards_get_trl_s_arguments_and_none_is_not_gradable():
+    task, calls = tiny_task(), []
+
+    def reward(prompts, completions, answer, solution, **columns):
+        calls.append((prompts, completions, answer, solution, columns))
+        return [None, 1, 0.5, True]
+    task.reward = reward
+    examples = [{"prompt": "12=", "prompt_ids": [1], "answer": "12", "solution": "12", "level": 1},
+                {"prompt": [{"role": "user", "content": "3"}], "prompt_ids": [2], "answer": "3", "solution": "3", "level": 2}]
+    rewards = dppo.score_completions(task, examples, [[[3, 4, 1], [5]], [[6, 1], [7, 7]]])
+    assert torch.equal(rewards.nan_to_num(-1), torch.tensor([[-1.0, 1.0], [0.5, 1.0]], dtype=torch.float64))
+    assistant = [[{"role": "assistant", "content": "3"}], [{"role": "assistant", "content": "44"}]]
+    assert calls[0] == (["12=", "12=", *[[{"role": "user", "content": "3"}]] * 2], ["01", "2", *assistant],
+                        ["12", "12", "3", "3"], ["12", "12", "3", "3"], {"level": [1, 1, 2, 2]})
+
+
+# ---- Runs -------------------------------------------------------------------------------------------------------------
+
+METRICS = {"step", "epoch", "reward", "prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained", "slot_density",
+           "weight_max", "effective_sample_size", "grad_norm", "entropy", "kl", "clip_fraction", "completion_length",
+           "truncated_fraction", "zero_variance_fraction", "rollout_seconds", "train_seconds"}
+
+
+def without_times(path: Path) -> list[dict]:
+    return [{k: v for k, v in record.items() if not k.endswith("_seconds")} for record in read_lines(path)]
+
+
+@pytest.mark.parametrize("method, objective, beta, inner_epochs", [("dppo", "grpo", 0.0, 1), ("grpo", "dr_grpo", 0.0, 1),
+                                                                   ("grpo-skip", "grpo", 0.0, 1), ("dppo", "dr_grpo", 0.05, 2)])
+def test_the_same_seed_gives_the_same_metrics(method, objective, beta, inner_epochs, tmp_path):
+    def run(name, seed):
+        task = tiny_task()
+        task.reward = lambda prompts, completions, **_: [None if "88" in p else float(len(c) > 4) for p, c in zip(prompts, completions)]
+        dppo.train(Config(method=method, objective=objective, beta=beta, inner_epochs=inner_epochs, steps=8, prompts_per_step=8, seed=seed,
+                          learning_rate=1e-3, output_dir=str(tmp_path / name)), task)
+        return without_times(tmp_path / name / "metrics.jsonl")
+    first, again, other = run("first", 0), run("again", 0), run("other", 1)
+    assert first == again != other
+    assert set(first[0]) >= METRICS - {"rollout_seconds", "train_seconds"}
+    assert (first[-1]["kl"] > 0) == (beta > 0) and (first[0]["clip_fraction"] > 0) == (inner_epochs > 1)
+    assert read_lines(tmp_path / "first" / "samples.jsonl")
+
+
+def test_a_batch_of_equal_rewards_trains_nothing_and_is_recorded(tmp_path):
+    task = tiny_task()
+    task.reward = lambda prompts, completions, **_: [1.0] * len(prompts)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    dppo.train(Config(steps=8, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
+    assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
+    assert all(r["completions_trained"] == 0 and r["reward"] == 1 and r["zero_variance_fraction"] == 1 for r in read_lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def command_line(*args, **environment) -> str:
+    """Standard output of python dppo.py with these arguments."""
+    result = subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, env={**os.environ, **environment})
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def test_the_plain_command_raises_accuracy_and_writes_every_file(tmp_path):
+    printed = command_line("--steps", 50, "--output_dir", tmp_path / "run", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.08
+    assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.15
+    assert summary["after"]["middle"]["pass@4"] >= summary["after"]["middle"]["avg@4"]
+    assert summary["config"]["method"] == "dppo" and summary["wall_seconds"] > 0 and summary["device"]
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, 51)) and all(set(r) >= METRICS for r in records)
+    later = records[25:]
+    assert sum(r["prompts_rolled"] for r in later) < 0.9 * sum(r["prompts_seen"] for r in later)
+    assert sum(r["completions_trained"] for r in later) < 0.7 * 8 * sum(r["prompts_rolled"] for r in later)
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert all({"prompt", "completion", "reward", "advantage", "keep_probability", "weight"} <= set(sample) for sample in samples)
+    for sample in samples:
+        assert sample["weight"] == 0 or abs(sample["weight"] * sample["keep_probability"] - 1) < 1e-9
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([3, 4, 1], skip_special_tokens=True) == "01"
+    assert printed.startswith("accuracy 0.") and len(printed.splitlines()) == 2
+    assert [p.suffix for p in (tmp_path / "cache" / "dppo").iterdir()] == [""]  # the warm start, whole, and nothing else
+
+
+def test_a_model_and_dataset_from_disk_train_and_evaluate_with_the_same_code(model_folder, tmp_path):
+    data = write_rows(tmp_path / "data.jsonl", [{"question": f"{a}{b}", "answer": f"#### {b}"} for a in range(2, 10) for b in range(10)])
+    common = ["--model", model_folder, "--dataset", data, "--eval_dataset", f"{data}:train,{data}", "--eval_prompts", 5, "--max_completion_tokens", 6,
+              "--prompts_per_step", 16]
+    command_line(*common, "--steps", 6, "--output_dir", tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {k: v["prompts"] for k, v in summary["after"].items() if k != "accuracy"} == {f"{data}:train": 5, data: 5}
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 6
+    own = transformers.GenerationConfig.from_pretrained(tmp_path / "run" / "model")
+    assert own.top_k != 0 and own.max_new_tokens is None  # the model's own, not the rollouts'
+    command_line(*common, "--steps", 0, "--output_dir", tmp_path / "evaluation")
+    assert not (tmp_path / "evaluation" / "model").exists() and not read_lines(tmp_path / "evaluation" / "metrics.jsonl")
+
+
+def test_an_output_dir_that_holds_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "holds another run" in run_main(monkeypatch, capsys, "--output_dir", tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
