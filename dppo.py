@@ -30,7 +30,7 @@ import time
 from bisect import bisect_right, insort
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Callable, Literal
 
@@ -43,6 +43,7 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of rollouts and forward passes; see make_optimizer
 
 
@@ -60,10 +61,10 @@ def attempt(what: str, call: Callable):
 
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
 
-METHODS, OBJECTIVES = ("dppo", "grpo", "grpo-skip"), ("grpo", "dr_grpo")
-LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, temperature=1e-3,
-             max_grad_norm=1e-12, clip_low=0, clip_high=0, beta=0, max_prompt_tokens=1, max_completion_tokens=1, eval_samples=1,
-             eval_prompts=0, rollout_batch_size=1, slot_tokens=0, pack_window=1, micro_batch_tokens=1)
+LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, beta=0,
+             temperature=1e-3, max_grad_norm=1e-12, clip_low=0, clip_high=0, max_prompt_tokens=1, eval_prompts=0,
+             max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=1,
+             micro_batch_tokens=1)
 # What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
 EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, steps=100, max_completion_tokens=22, reward="exact")
 HUB_DEFAULTS = dict(learning_rate=1e-6, steps=200, max_completion_tokens=1024, reward="gsm8k")
@@ -73,9 +74,9 @@ HUB_DEFAULTS = dict(learning_rate=1e-6, steps=200, max_completion_tokens=1024, r
 class Config:
     """Every setting of a run. Raises InputError for values that cannot work."""
 
-    method: Literal[METHODS] = HfArg(
+    method: Literal["dppo", "grpo", "grpo-skip"] = HfArg(
         default="dppo", help="dppo prunes; grpo trains every completion; grpo-skip all but those with zero gradient")
-    objective: Literal[OBJECTIVES] = HfArg(default="grpo", help="how advantages and lengths are normalised")
+    objective: Literal["grpo", "dr_grpo"] = HfArg(default="grpo", help="how advantages and lengths are normalised")
     prompt_prune_rate: float = HfArg(default=0.7, help="r_q, the fraction pruned of a window's low-scored prompts")
     completion_prune_rate: float = HfArg(default=0.7, help="r_o, the fraction pruned of low-scored completions")
 
@@ -87,7 +88,7 @@ class Config:
     answer_column: str = HfArg(default="", help="empty: the first of answer, solution, reward_model.ground_truth")
     system_prompt: str = HfArg(default="", help="put before every prompt")
     chat_template_kwargs: str = HfArg(default="{}", help='JSON object, such as {"enable_thinking": false}')
-    reward: str = HfArg(default=None, help="exact, gsm8k, boxed or package.module:function; embedded: exact, else gsm8k")
+    reward: str = HfArg(default=None, help="exact, gsm8k, boxed, package.module:function; embedded: exact, else gsm8k")
     max_prompt_tokens: int = HfArg(default=512, help="longer prompts are left out, and counted")
 
     eval_dataset: str = HfArg(default="", help="path, path:split or path:config:split, by commas; empty: hold some out")
@@ -125,14 +126,9 @@ class Config:
         for name in ("prompt_prune_rate", "completion_prune_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"--{name} must lie in [0, 1), got {getattr(self, name)}")
-        if self.method not in METHODS or self.objective not in OBJECTIVES:
-            raise InputError(f"unknown method or objective: {self.method}, {self.objective}")
         if bool(self.model) != bool(self.dataset):
             raise InputError("--model and --dataset go together; without both, the embedded task is trained")
-        try:
-            dict(**json.loads(self.chat_template_kwargs))
-        except (ValueError, TypeError) as error:
-            raise InputError(f"--chat_template_kwargs must be a JSON object: {error}") from error
+        attempt("--chat_template_kwargs must be a JSON object", lambda: dict(**json.loads(self.chat_template_kwargs)))
 
 
 # ---- 2. Rewards: f(prompts, completions, **columns) -> list[float | None], as in TRL; None is "not gradable" ---------
@@ -148,7 +144,7 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def to_number(text: str) -> Decimal | str:
-    """Decimal takes 5,000 digits, which int() refuses, and 1e999999, inf to float(); what even it refuses stays text."""
+    """Decimal takes 5,000 digits, which int() refuses, and 1e999999, inf for float(); what it refuses stays text."""
     try:
         return Decimal(re.sub(r"[$,]", "", text))
     except InvalidOperation:
@@ -176,7 +172,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalise_latex(text: str) -> Decimal | str:
-    """A number, or one spelling of what differs in LaTeX spacing, bracket sizes, kinds of fraction, units or a final dot."""
+    """A number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction, units or a final dot."""
     text = text.replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"(?<=[0-9}])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?(?=[.\s]*$)", "", text)  # a unit
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
@@ -212,7 +208,7 @@ def load_reward(name: str) -> Callable:
     """One of the rewards above by name, or any function as package.module:function. Raises InputError."""
     module, _, function = name.partition(":")
     sys.path.append(os.getcwd())
-    return REWARDS.get(name) or attempt(f"--reward {name} is neither {', '.join(REWARDS)} nor a package.module:function",
+    return REWARDS.get(name) or attempt(f"--reward {name}: neither {', '.join(REWARDS)} nor package.module:function",
                                         lambda: getattr(importlib.import_module(module), function))
 
 
@@ -238,9 +234,10 @@ def load_task(config: Config) -> Task:
         if 0 < getattr(config, name) < longest:
             raise InputError(f"--{name} {getattr(config, name)} is less than the longest sequence, {longest} tokens")
     score_completions(task, task.train[:1], [[[], []]])
-    model = attempt(f"--model {config.model} cannot be loaded", lambda: transformers.AutoModelForCausalLM.from_pretrained(
-        config.model or warm_started(task.tokenizer), dtype=DTYPE))
-    task.model = model.to(DEVICE).eval()  # dropout would falsify the ratio
+    folder = config.model or warm_started(task.tokenizer)
+    task.model = attempt(f"model {folder} cannot be loaded", lambda: transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPE)).to(DEVICE).eval()  # eval, since dropout would falsify the ratio
+    check_packing(task.model, task.train[:2])
     return task
 
 
@@ -294,19 +291,20 @@ def to_examples(rows, config: Config, tokenizer) -> list[dict]:
         for name in [wanted] if wanted else usual:
             if name in rows.column_names:
                 return name
-        raise InputError(f"no column {wanted or ' or '.join(usual)} in the dataset; it has {', '.join(rows.column_names)}")
+        raise InputError(f"no column {wanted or ' or '.join(usual)} in the dataset, but {', '.join(rows.column_names)}")
 
     prompt_column = column(config.prompt_column, "prompt", "question", "problem")
     answer_column = column(config.answer_column, "answer", "solution", "reward_model.ground_truth")
-    template_kwargs, examples = json.loads(config.chat_template_kwargs), []
+    template = dict(add_generation_prompt=True, return_dict=False, **json.loads(config.chat_template_kwargs))
+    examples = []
     for number, row in enumerate(rows):
         prompt, answer = row[prompt_column], row[answer_column]
         if not isinstance(prompt, (str, list) if tokenizer.chat_template else str):
-            raise InputError(f"row {number}: {prompt_column} is no text, nor chat messages for a chat template: {prompt!r}"[:300])
+            raise InputError(f"row {number}: {prompt_column} is neither text nor, with a chat template, messages: {prompt}"[:300])
         if tokenizer.chat_template:
             system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
             prompt = system + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
+            ids = tokenizer.apply_chat_template(prompt, **template)
         else:
             prompt = f"{config.system_prompt}\n\n{prompt}" if config.system_prompt else prompt
             ids = tokenizer(prompt)["input_ids"]
@@ -315,13 +313,13 @@ def to_examples(rows, config: Config, tokenizer) -> list[dict]:
     if not examples:
         raise InputError(f"all prompts are empty or longer than --max_prompt_tokens {config.max_prompt_tokens}")
     if len(examples) < len(rows):
-        print(f"left out {len(rows) - len(examples)} of {len(rows)} prompts, empty or over {config.max_prompt_tokens} tokens")
+        print(f"left out {len(rows) - len(examples)} of {len(rows)} prompts: empty or over --max_prompt_tokens")
     return examples
 
 
-# The embedded task: sort the digits of a string. For each class of difficulty: its share of the prompts, how many digits,
-# how often a digit of a demonstration is wrong, and its share of the demonstrations. Easy prompts are nearly always
-# solved before training and hard ones never, as in real datasets; that is what pruning is for.
+# The embedded task: sort the digits of a string. For each class of difficulty: its share of the prompts, how many
+# digits, how often a digit of a demonstration is wrong, and its share of the demonstrations. Easy prompts are nearly
+# always solved before training and hard ones never, as in real datasets; that is what pruning is for.
 SORTING = {"easy": (0.4, (2, 4), 0.0, 0.50), "middle": (0.4, (9, 12), 0.1, 0.45), "hard": (0.2, (17, 20), 0.5, 0.05)}
 WARM_START = dict(steps=400, batch_size=64, learning_rate=2e-3)
 SORTER = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -351,7 +349,7 @@ def sorting_data(config: Config):
 
 
 def warm_started(tokenizer) -> Path:
-    """The folder of a model taught by noisy demonstrations: made at the first call, then kept in the user's cache.
+    """The folder of a model taught by noisy demonstrations, made by the first run and kept in the user's cache folder.
 
     Supervised learning is the policy gradient with advantage 1 on somebody else's completions: train_step does it."""
     recipe = repr((SORTING, WARM_START, SORTER, inspect.getsource(warm_started), torch.__version__))
@@ -370,7 +368,7 @@ def warm_started(tokenizer) -> Path:
         for name in rng.choices(list(SORTING), shares, k=len(ones)):
             example = sorting_example(name, rng, tokenizer)
             answer = [rng.choice("0123456789") if rng.random() < SORTING[name][2] else d for d in example["answer"]]
-            sequences.append((example["prompt_ids"], tokenizer("".join(answer))["input_ids"] + [tokenizer.eos_token_id]))
+            sequences.append((example["prompt_ids"], tokenizer("".join(answer) + "<end>")["input_ids"]))
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / WARM_START["steps"])
         train_step(model, optimizer, sequences, ones, ones, len(ones), config)
     partial = folder.with_suffix(f".{os.getpid()}")
@@ -420,8 +418,8 @@ def rollout(task: Task, examples: list[dict], samples: int, config: Config) -> l
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
     """(B, G) rewards -> (B, G) advantages within each group: (r - mean) / (std + 1e-4), std over G - 1, or r - mean.
 
-    Exactly 0 in a group of equal rewards, where rounding would leave dust, and in one with a NaN, which is not gradable.
-    Always of the whole group: advantages centred anew after pruning would be biased."""
+    Exactly 0 in a group of equal rewards, where rounding would leave dust, and in one with a NaN, which is not
+    gradable. Always of the whole group: advantages centred anew after pruning would be biased."""
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
@@ -429,7 +427,7 @@ def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.
     return advantages.masked_fill(no_signal, 0.0)
 
 
-# ---- 5. Pruning: the paper's hierarchical importance-weighted pruning, the same two functions at both levels ----------
+# ---- 5. Pruning: the paper's hierarchical importance-weighted pruning ------------------------------------------------
 
 def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
     """(n,) scores -> (n,) float64 keep probabilities pi; the paper's pruning probability is P = 1 - pi.
@@ -469,10 +467,10 @@ def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | Non
 def grow_window(order: torch.Tensor, history: torch.Tensor, batch_size: int, rate: float) -> torch.Tensor:
     """The candidate prompts of a step: the next of `order`, as many as leave at most `batch_size` after pruning.
 
-    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window starts with batch_size prompts and
-    grows by one while no more than that survive. Its length N divides the loss, so it may depend on history and order,
-    never on the draw: to look on until so many happen to survive would be biased. (Each window's mean is unbiased; as
-    windows of different N weigh the same in training, prompts in small ones count a little more over an epoch.)"""
+    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window starts with batch_size prompts
+    and grows by one while no more than that survive. Its length N divides the loss, so it may depend on history and
+    order, never on the draw: to look on until so many happen to survive would be biased. (Each window's mean is
+    unbiased; windows of different N weigh the same in training, so over an epoch prompts in small ones count more.)"""
     size = min(batch_size, len(order))
     while size < len(order) and keep_probabilities(history[order[:size + 1]], rate).sum() < batch_size + 0.5:
         size += 1
@@ -482,8 +480,8 @@ def grow_window(order: torch.Tensor, history: torch.Tensor, batch_size: int, rat
 def completion_probabilities(rewards: torch.Tensor, advantages: torch.Tensor, rate: float, config: Config):
     """(B, G) rewards and advantages -> (B, G) keep probabilities of the completions.
 
-    Our reading: what has no gradient at all is set aside first, pi = 0, at no cost in bias or variance; mean and low set
-    are over the rest. That is groups not gradable and, without a KL term, A = 0. The textbook's grpo trains A = 0 too."""
+    Our reading: what has no gradient at all is set aside first, pi = 0, at no cost in bias or variance, and the low set
+    is that of the rest. No gradient: ungradable groups and, without a KL term, A = 0 (which textbook grpo trains)."""
     has_gradient = (advantages != 0) | (config.beta > 0) | (config.method == "grpo")
     has_gradient &= ~rewards.isnan().any(dim=1, keepdim=True)
     pi = torch.zeros_like(advantages)
@@ -520,12 +518,12 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
 def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots, and the slots' density.
 
-    A slot is as long as the longest sequence by default: its attention mask is dense, so longer slots would cost more."""
+    A slot is by default as long as the longest sequence: its attention mask is dense, so longer ones would cost more."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
     capacity = config.slot_tokens or max(lengths)
     slots = [[indices[j] for j in slot] for slot in pack(lengths, capacity, config.pack_window)]
-    together = max(1, config.micro_batch_tokens // capacity)
-    return [slots[i:i + together] for i in range(0, len(slots), together)], sum(lengths) / (len(slots) * capacity)
+    rows = config.micro_batch_tokens // capacity
+    return [slots[i:i + rows] for i in range(0, len(slots), rows)], sum(lengths) / (len(slots) * capacity)
 
 
 # ---- 7. Update -------------------------------------------------------------------------------------------------------
@@ -536,9 +534,9 @@ LOGIT_CHUNK = 2048  # tokens whose logits exist at a time: 1.2 GB in float32 wit
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
     """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
 
-    Position ids restart with each sequence, from which transformers builds the block-diagonal causal mask: attention never
-    crosses a boundary. Logits exist for completion tokens only, chunk by chunk, and are computed again for the backward
-    pass instead of being kept."""
+    Position ids restart with each sequence, from which transformers builds the block-diagonal causal mask: attention
+    never crosses a boundary. Logits exist for completion tokens only, chunk by chunk, and are computed again for the
+    backward pass instead of being kept."""
     width = max(sum(len(p) + len(c) for p, c in (sequences[i] for i in slot)) for slot in slots)
     input_ids, position_ids = torch.zeros(2, len(slots), width, dtype=torch.long)
     predicting = []  # the hidden state at t predicts token t + 1
@@ -582,8 +580,8 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
     logprobs, old_logprobs, ref_logprobs (only with beta): (T,); lengths, advantages, weights: (M,).
         1/total sum_i w_i/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta KL_t]
     total = N G counts the candidates before any pruning: to divide by what was kept would be biased. Z_i is the length
-    |o_i| (grpo) or the constant max_completion_tokens (dr_grpo). KL_t is estimated by k3 = 1/x - 1 + log x, x = p/p_ref.
-    The sums, over tokens: how many are clipped, and KL."""
+    |o_i| (grpo) or the constant max_completion_tokens (dr_grpo). KL_t is estimated by k3 = 1/x - 1 + log x with
+    x = p/p_ref. The sums, over tokens: how many are clipped, and KL."""
     completion = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion a token belongs to
     ratio = (logprobs - old_logprobs).exp()
     surrogate = ratio * advantages[completion]
@@ -598,19 +596,18 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
 def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     """AdamW on float32 weights: at a learning rate of 1e-6, updates of bfloat16 weights would round away.
 
-    A parameter that is not float32 gets a float32 copy, in which its gradient accumulates and which is updated and then
-    copied back."""
-    masters, copies = [], []
-    for p in model.parameters():
-        masters.append(p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()))
-        if p is not masters[-1]:
-            def accumulate(p, master=masters[-1]):
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                p.grad = None
-            p.register_post_accumulate_grad_hook(accumulate)
-            copies.append((p, masters[-1]))
-    optimizer = torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    optimizer.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in copies] and None)
+    A parameter of another dtype has a float32 master: its gradients accumulate there, and each step is copied back."""
+    masters = {p: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
+
+    def accumulate(p):
+        masters[p].grad = p.grad.float() if masters[p].grad is None else masters[p].grad.add_(p.grad)
+        p.grad = None
+
+    copies = {p: master for p, master in masters.items() if p is not master}
+    for p in copies:
+        p.register_post_accumulate_grad_hook(accumulate)
+    optimizer = torch.optim.AdamW(masters.values(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in copies.items()] and None)
     return optimizer
 
 
@@ -618,11 +615,12 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
                config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
     """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
 
-    sequences: M pairs (prompt ids, completion ids); advantages, weights: (M,), weight 0 is left out; total: N G; old, ref:
-    frozen_logprobs. Without `old`, the policy is the one that sampled: the ratio is 1, its gradient is not 0."""
+    sequences: M pairs (prompt ids, completion ids); advantages, weights: (M,), weight 0 is left out; total: N G;
+    old, ref: frozen_logprobs. Without `old` the policy is the one that sampled; the ratio is 1, its gradient is not."""
     kept = weights.nonzero().squeeze(1).tolist()
     if not kept:  # nothing to learn; a step would move the weights on Adam's momentum alone
-        return dict.fromkeys(["completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"], 0)
+        return dict.fromkeys(
+            ("completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"), 0)
     micro_batches, density = pack_micro_batches(sequences, kept, config)
     sums = torch.zeros(3, device=model.device)
     for slots in micro_batches:
@@ -649,18 +647,18 @@ def evaluate(task: Task, config: Config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
     results, means, k = {}, [], config.eval_samples
     for name, examples in task.evals.items():
-        rewards = score_completions(task, examples, rollout(task, examples, k, config)) if examples else torch.empty(0, k)
-        rewards = rewards[~rewards.isnan().any(dim=1)]
-        results[name] = {"prompts": len(rewards)}
-        if len(rewards):
-            results[name] |= {f"avg@{k}": rewards.mean().item(), f"pass@{k}": rewards.amax(dim=1).mean().item()}
-            means += rewards.mean(dim=1).tolist()
-    return {"accuracy": sum(means) / len(means) if means else None, **results}
+        if examples:
+            rewards = score_completions(task, examples, rollout(task, examples, k, config))
+            best, rewards = rewards.amax(dim=1), rewards.mean(dim=1)  # NaN where not gradable
+            means += rewards[~rewards.isnan()].tolist()
+            results[name] = {"prompts": len(examples), f"avg@{k}": rewards.nanmean().item(),
+                             f"pass@{k}": best.nanmean().item()}
+    return {"accuracy": sum(means) / max(1, len(means)), **results}
 
 
 def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int]) -> dict:
-    """What a step's rollout and draws were like. The mean reward is weighted as the prompts are, so that it speaks of the
-    whole window and can be compared between methods."""
+    """What a step's rollout and draws were like. The mean reward is weighted as the prompts are, so that it speaks of
+    the whole window and can be compared between methods."""
     gradable = ~rewards.isnan().any(dim=1)
     rewards, prompt_weights = rewards[gradable], prompt_weights[gradable]
     generated = [ids for group in completions for ids in group]
@@ -684,8 +682,8 @@ def new_output_dir(config: Config) -> Path:
 
 @torch.no_grad()
 def check_packing(model, examples: list[dict]) -> None:
-    """Raises InputError where log-probabilities in a slot are not those of the model alone: it scales or caps its logits
-    after the head, or has layers that look past a boundary."""
+    """Raises InputError where log-probabilities in a slot are not those of the model alone, because it scales or caps
+    its logits after the head or has layers that look past a boundary."""
     sequences = [(e["prompt_ids"], e["prompt_ids"]) for e in examples]
     packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
     alone = []
@@ -693,16 +691,15 @@ def check_packing(model, examples: list[dict]) -> None:
         logits = model(torch.tensor([prompt + completion], device=model.device)).logits[0, len(prompt) - 1:-1]
         alone.append(logits.float().log_softmax(-1)[range(len(completion)), completion])
     if (packed - torch.cat(alone)).abs().max() > (1e-3 if DTYPE == torch.float32 else 0.3):
-        raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those of "
-                         "its head, or change with the neighbours in a slot")
+        raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those "
+                         "of its head, or change with the neighbours in a slot")
 
 
 def train(config: Config, task: Task | None = None) -> dict:
-    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and model/ into a folder of its own."""
+    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and model/ into its own folder."""
     started, out = time.perf_counter(), new_output_dir(config)
     task = task or load_task(config)
     model, G = task.model, config.group_size
-    check_packing(model, task.train[:2])
     out.mkdir(parents=True, exist_ok=True)
     metrics_file, samples_file = (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w")
     transformers.set_seed(config.seed)
@@ -737,7 +734,8 @@ def train(config: Config, task: Task | None = None) -> dict:
         # Prune completions, after the rollout: one draw for each update, since after the first theta depends on it.
         clock = time.perf_counter()
         pi = completion_probabilities(rewards, advantages, completion_rate, config)
-        weights = [prompt_weights[:, None] * draw(pi.flatten(), generator).view_as(pi) for _ in range(config.inner_epochs)]
+        weights = [prompt_weights[:, None] * draw(pi.flatten(), generator).view_as(pi)
+                   for _ in range(config.inner_epochs)]
 
         # Pack what is left, and update. The old policy is the one before the first update.
         sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
@@ -746,27 +744,28 @@ def train(config: Config, task: Task | None = None) -> dict:
         ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
         for w in weights:
-            update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), len(window) * G, config, old, ref)
+            update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), len(window) * G, config,
+                                old, ref)
+        train_seconds = time.perf_counter() - clock
 
         record = dict(step=step, epoch=epoch, prompts_seen=len(window), prompts_rolled=len(prompts), **update,
                       **rollout_metrics(rewards, completions, prompt_weights, w, end_ids(task)),
-                      rollout_seconds=rollout_seconds, train_seconds=time.perf_counter() - clock)
+                      rollout_seconds=rollout_seconds, train_seconds=train_seconds)
         print(json.dumps(record), file=metrics_file, flush=True)
-        if step % 10 == 1:
-            for q, i in ((q, i) for q in range(0, len(prompts), 8) for i in (0, 1)):
-                sample = dict(step=step, prompt=examples[q]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
-                              reward=rewards[q, i].nan_to_num().item(), advantage=advantages[q, i].item(),
-                              keep_probability=(pi[q, i] / prompt_weights[q]).item(), weight=w[q, i].item())
-                print(json.dumps(sample), file=samples_file, flush=True)
-        bar.set_postfix_str("reward {reward:.2f}, rolled {prompts_rolled}/{prompts_seen}, trained {completions_trained}, density "
-                            "{slot_density:.2f}, rollout {rollout_seconds:.1f} s, train {train_seconds:.1f} s".format(**record))
+        for q, i in product(range(0, len(prompts), 8), (0, 1)) if step % 10 == 1 else ():
+            sample = dict(step=step, prompt=examples[q]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
+                          reward=rewards[q, i].nan_to_num().item(), advantage=advantages[q, i].item(),
+                          keep_probability=(pi[q, i] / prompt_weights[q]).item(), weight=w[q, i].item())
+            print(json.dumps(sample), file=samples_file, flush=True)
+        bar.set_postfix_str(f"reward {record['reward']:.2f}, rolled {len(prompts) / len(window):.2f}, trained "
+                            f"{update['completions_trained'] / len(sequences):.2f}, density {update['slot_density']:.2f}, "
+                            f"rollout {rollout_seconds:.1f} s, train {train_seconds:.1f} s")
     if config.steps:
         after = evaluate(task, config)
         model.save_pretrained(out / "model")
         task.tokenizer.save_pretrained(out / "model")
     summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
-                   wall_seconds=time.perf_counter() - started, config=asdict(config),
-                   device=torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads")
+                   wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     print("accuracy {accuracy_before:.3f} -> {accuracy_after:.3f} in {wall_seconds:.0f} s".format(**summary),
           f"\nmetrics, samples, summary and model are in {out}; --method grpo runs the same without pruning")
@@ -775,7 +774,7 @@ def train(config: Config, task: Task | None = None) -> dict:
 
 def main() -> None:
     """The command line. Bad input is told in one line, with exit status 2."""
-    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage="python dppo.py [--OPTION VALUE ...]")
+    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage="dppo.py [--OPTION VALUE ...]")
     transformers.logging.disable_progress_bar()
     try:
         train(Config(**vars(parser.parse_args())))

@@ -654,7 +654,7 @@ def run_main(monkeypatch, capsys, *args) -> str:
     (["--slot_tokens", "30"], "slot_tokens 30 is less than the longest sequence, 43 tokens"), (["--micro_batch_tokens", "30"], "micro_batch_tokens 30"),
     (["--nonsense", "1"], "nonsense"), (["--model", "x"], "--model and --dataset go together"), (["--chat_template_kwargs", "[1]"], "JSON object"),
     (["--chat_template_kwargs", "{"], "JSON object"), (["--reward", "no_such_module:f"], "No module named 'no_such_module'"),
-    (["--reward", "math:nothing"], "nothing"), (["--reward", "typo"], "--reward typo is neither exact, gsm8k, boxed nor"),
+    (["--reward", "math:nothing"], "nothing"), (["--reward", "typo"], "--reward typo: neither exact, gsm8k, boxed nor"),
     (["--reward", "test_dppo:two_values"], "reward function two_values returned 7 values for 2 completions"),
     (["--reward", "math:sqrt"], "reward function sqrt failed"), (["--output_dir", SCRIPT / "x"], "cannot be written"), (["--temperature", "0"], "temperature")])
 def test_bad_input_is_told_in_one_line_before_any_model_is_loaded(args, message, monkeypatch, capsys):
@@ -668,11 +668,11 @@ def two_values(prompts, completions, **columns):
 
 
 @pytest.mark.parametrize("rows, args, message", [
-    (None, [], "cannot be loaded"), ([], [], "data"), ([{"text": "1", "label": "2"}], [], "no column prompt or question or problem in the dataset; it has text, label"),
+    (None, [], "cannot be loaded"), ([], [], "data"), ([{"text": "1", "label": "2"}], [], "no column prompt or question or problem in the dataset, but text, label"),
     ([{"prompt": "1", "label": "2"}], [], "no column answer or solution"), ([{"prompt": "1", "answer": "1"}], ["--prompt_column", "q"], "no column q"),
     ([{"prompt": "1" * 600, "answer": "1"}], [], "all prompts are empty or longer than --max_prompt_tokens 512"),
     ([{"prompt": "1", "answer": "1"}], ["--dataset_split", "test"], "has train, but not the split: 'test'"),
-    ([{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}], [], "row 0: prompt is no text, nor chat messages")])
+    ([{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}], [], "row 0: prompt is neither text nor, with a chat template, messages")])
 def test_bad_datasets_are_told_in_one_line(rows, args, message, model_folder, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     path = tmp_path / "data.jsonl" if rows is None else write_rows(tmp_path / "data.jsonl", rows)
