@@ -1,19 +1,20 @@
-"""Dynamic Pruning Policy Optimization (DPPO) in one file: GRPO that prunes, without bias.
+"""Dynamic Pruning Policy Optimization (DPPO) in one file: GRPO with unbiased pruning.
 
 After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026, arXiv 2603.04135).
 GRPO samples a group of completions for every prompt and trains on all of them, though many teach nothing. DPPO leaves
 out prompts before the rollout and completions after it, and divides what it keeps by the probability of being kept, so
-that the expected gradient is that of full GRPO. What is left is packed densely into slots of tokens.
+that the expected gradient is that of full GRPO. The rest is packed densely into slots of a fixed length.
 
     python dppo.py                  trains a small embedded model, offline, in a minute or two on a laptop's CPU
     python dppo.py --method grpo    the same without pruning, to compare
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --dataset_config main \\
         --chat_template_kwargs '{"enable_thinking": false}' --eval_dataset openai/gsm8k:main:test
 
-With the paper in the other hand, read 5 Pruning, 6 Packing, 7 Update and train() at the end, the method on one screen.
-1 Config, 2 Rewards, 3 Task and 4 Rollout are what every such script needs. Symbols: N candidate prompts of a step, G
-completions of each, A advantages, pi = 1 - P the probability of being kept, w = 1/pi the importance weight. "Our
-reading" marks what the paper leaves open and this file decides.
+With the paper in the other hand, read from group_advantages, at the end of 4 Rollout, through 5 Pruning, 6 Packing and
+7 Update to training_loop, the method on one screen. 1 Config, 2 Rewards and 3 Task are what every such script needs.
+Symbols: N candidate prompts of a step, B of them rolled out, G completions of each, M completions trained, T their
+tokens, A advantages, pi = 1 - P the probability of being kept, w = 1/pi the importance weight. "Our reading" marks what
+the paper leaves open and this file decides.
 """
 
 import copy
@@ -25,18 +26,21 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 import time
+from argparse import SUPPRESS
 from bisect import bisect_right, insort
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import islice, product
+from itertools import count, islice, product
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Literal
 
 import torch
 import transformers
-from datasets import load_dataset
+from datasets import disable_progress_bars, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -48,15 +52,17 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of rollouts and
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message says what and why in one line."""
+    """Unusable input from the user; the message says what and why in one line."""
 
 
 def attempt(what: str, call: Callable):
-    """call(), with whatever it raises told in one line as an InputError: for other people's files, code and servers."""
+    """call(), with whatever it raises raised as a one-line InputError: for other people's files, code and servers."""
     try:
         return call()
     except Exception as error:
-        raise InputError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}"[:400]) from error
+        while error.__cause__:
+            error = error.__cause__
+        raise InputError(f"{what}: {type(error).__name__} {' '.join(str(error).split())}"[:400]) from error
 
 
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
@@ -64,10 +70,10 @@ def attempt(what: str, call: Callable):
 LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, beta=0,
              temperature=1e-3, max_grad_norm=1e-12, clip_low=0, clip_high=0, max_prompt_tokens=1, eval_prompts=0,
              max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=1,
-             micro_batch_tokens=1)
+             micro_batch_tokens=1, seed=0)
 # What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
-EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, steps=100, max_completion_tokens=22, reward="exact")
-HUB_DEFAULTS = dict(learning_rate=1e-6, steps=200, max_completion_tokens=1024, reward="gsm8k")
+EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, max_completion_tokens=22, reward="exact")
+HUB_DEFAULTS = dict(learning_rate=1e-6, max_completion_tokens=1024, reward="gsm8k")
 
 
 @dataclass
@@ -95,7 +101,7 @@ class Config:
     eval_prompts: int = HfArg(default=256, help="prompts of each evaluation set, at most")
     eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
 
-    steps: int = HfArg(default=None, help="rollouts to train on, 0 only evaluates; embedded: 100, else 200")
+    steps: int = HfArg(default=200, help="rollouts to train on; 0 only evaluates")
     prompts_per_step: int = HfArg(default=32, help="prompts rolled out in a step, at most")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
@@ -121,13 +127,18 @@ class Config:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         for name, least in LEAST.items():
-            if not getattr(self, name) >= least:
-                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+            if not least <= getattr(self, name) < 2 ** 32:
+                raise InputError(f"--{name} must be at least {least} and below 2^32, got {getattr(self, name)}")
         for name in ("prompt_prune_rate", "completion_prune_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"--{name} must lie in [0, 1), got {getattr(self, name)}")
-        if bool(self.model) != bool(self.dataset):
-            raise InputError("--model and --dataset go together; without both, the embedded task is trained")
+        for name in ("dataset", "dataset_config", "prompt_column", "answer_column", "system_prompt", "eval_dataset"):
+            if getattr(self, name) and not self.model:
+                raise InputError(f"--{name} needs --model; without it, the embedded model and task are trained")
+        if self.model and not self.dataset:
+            raise InputError("--model needs --dataset")
+        if self.slot_tokens > self.micro_batch_tokens:
+            raise InputError(f"--micro_batch_tokens must hold a slot, --slot_tokens {self.slot_tokens}")
         attempt("--chat_template_kwargs must be a JSON object", lambda: dict(**json.loads(self.chat_template_kwargs)))
 
 
@@ -135,7 +146,8 @@ class Config:
 
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
                     r"(?:[eE][+-]?[0-9]+)?")
-UNITS = "[cmk]?m|in|inch|inches|feet|foot|ft|miles?|degrees?|dollars?|cents?|units?|hours?|minutes?|seconds?|days?"
+UNITS = (r"\\(?:text|mbox|mathrm)\{[^{}]*\}|\s(?:[cmk]?m|in|inch|inches|feet|foot|ft|miles?|degrees?|dollars?|cents?|"
+         r"units?|hours?|minutes?|seconds?|days?)")
 
 
 def completion_text(completion: str | list[dict]) -> str:
@@ -154,11 +166,9 @@ def to_number(text: str) -> Decimal | str:
 def gsm8k_number(text: str) -> Decimal | str | None:
     """The first number after the last ####, else the last number of the text, else None."""
     text = text.replace("\N{MINUS SIGN}", "-")
-    mark = text.rfind("####")
-    found = NUMBER.search(text, mark) if mark >= 0 else None
-    for found in NUMBER.finditer(text) if found is None else ():
-        pass
-    return to_number(found[0]) if found else None
+    numbers = NUMBER.findall(text)
+    marked = NUMBER.search(text, text.rfind("####")) if "####" in text else None
+    return to_number(marked[0] if marked else numbers[-1]) if numbers else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -173,30 +183,31 @@ def last_boxed(text: str) -> str | None:
 
 def normalise_latex(text: str) -> Decimal | str:
     """A number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction, units or a final dot."""
-    text = text.replace("\N{MINUS SIGN}", "-")
-    text = re.sub(r"(?<=[0-9}])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?(?=[.\s]*$)", "", text)  # a unit
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").rstrip(". ")
+    text = re.sub(rf"(?<=[0-9}}])\s*(?:{UNITS})(?:\^\{{?[0-9]\}}?)?$", "", text)
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\q?quad|\\?[$%]|\^\{?\\circ\}?|[\s~]", "", text)
-    text = re.sub(rf"(?<=[0-9}}])(?:{UNITS})$", "", text.rstrip("."))
+    text = re.sub(r"(\\\\)|\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\q?quad|\\?[$%]|\^\{?\\circ\}?|[\s~°]", r"\1", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", re.sub(r"\\[dt]frac", r"\\frac", text))
+    text = re.sub(r"\^\{(\w)\}", r"^\1", re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text))
     text = re.sub(r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", text)
     return to_number(text) if NUMBER.fullmatch(text) else text
 
 
-def exact_reward(prompts, completions, answer, **columns) -> list[float]:
+def exact_reward(prompts, completions, answer, **columns) -> list[float | None]:
     """1 where the completion is the answer, white space at its ends aside."""
-    return [float(completion_text(c).strip() == str(a).strip()) for c, a in zip(completions, answer)]
+    return [None if a is None else float(completion_text(c).strip() == str(a).strip())
+            for c, a in zip(completions, answer)]
 
 
 def gsm8k_reward(prompts, completions, answer, **columns) -> list[float | None]:
-    """1 where completion and answer give the same gsm8k_number; None where the answer gives none."""
-    golds = [gsm8k_number(str(a)) for a in answer]
+    """1 where the gsm8k_number is the answer's; None where the answer is neither a number nor marks one with ####."""
+    golds = [gsm8k_number(a) if "####" in a or NUMBER.fullmatch(a.strip(" .%")) else None for a in map(str, answer)]
     return [None if g is None else float(gsm8k_number(completion_text(c)) == g) for c, g in zip(completions, golds)]
 
 
 def boxed_reward(prompts, completions, answer, **columns) -> list[float | None]:
     """1 where the last \\boxed{...} is the answer, or what the answer boxes, normalised; None without an answer."""
-    golds = [normalise_latex(last_boxed(str(a)) or str(a)) for a in answer]
+    golds = ["" if a is None else normalise_latex(last_boxed(str(a)) or str(a)) for a in answer]
     return [None if g == "" else float(normalise_latex(last_boxed(completion_text(c)) or "") == g)
             for c, g in zip(completions, golds)]
 
@@ -228,15 +239,20 @@ class Task:
 def load_task(config: Config) -> Task:
     """The user's data and model, or the embedded ones. Faults of the data show before a model is loaded: InputError."""
     reward = load_reward(config.reward)
-    task = Task(*(load_data(config) if config.model else sorting_data(config)), reward)
+    train, evals, tokenizer = load_data(config) if config.model else sorting_data(config)
+    task = Task(train, {name: examples for name, examples in evals.items() if examples}, tokenizer, reward)
     longest = max(len(e["prompt_ids"]) for e in sum(task.evals.values(), task.train)) + config.max_completion_tokens
     for name in ("slot_tokens", "micro_batch_tokens"):
         if 0 < getattr(config, name) < longest:
             raise InputError(f"--{name} {getattr(config, name)} is less than the longest sequence, {longest} tokens")
-    score_completions(task, task.train[:1], [[[], []]])
+    trial = task.train[:100]  # with empty completions: a reward that fails or grades nothing shows early
+    if score_completions(task, trial, [[[], []] for _ in trial]).isnan().all():
+        raise InputError(f"--reward {config.reward} can grade none of the first {len(trial)} answers")
     folder = config.model or warm_started(task.tokenizer)
     task.model = attempt(f"model {folder} cannot be loaded", lambda: transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPE)).to(DEVICE).eval()  # eval, since dropout would falsify the ratio
+    if len(task.tokenizer) > task.model.get_input_embeddings().num_embeddings:
+        raise InputError(f"--model {config.model}: its tokenizer has more tokens than the model's vocabulary")
     check_packing(task.model, task.train[:2])
     return task
 
@@ -246,27 +262,36 @@ def score_completions(task: Task, examples: list[dict], completions: list[list[l
     rows = [(e, task.tokenizer.decode(ids, skip_special_tokens=True))
             for e, group in zip(examples, completions) for ids in group]
     texts = [text if isinstance(e["prompt"], str) else [{"role": "assistant", "content": text}] for e, text in rows]
-    columns = {key: [e[key] for e, _ in rows] for key in examples[0] if key not in ("prompt", "prompt_ids")}
-    name = f"reward function {getattr(task.reward, '__name__', task.reward)}"
-    values = attempt(f"{name} failed", lambda: [math.nan if value is None else float(value) for value in task.reward(
+    columns = {key: [e[key] for e, _ in rows] for key in examples[0]
+               if key not in ("prompt", "prompt_ids", "prompts", "completions")}
+    name = f"reward function {getattr(task.reward, '__name__', type(task.reward))}"
+    values = attempt(f"{name} failed", lambda: [value if value is None else float(value) for value in task.reward(
         prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)])
     if len(values) != len(rows):
         raise InputError(f"{name} returned {len(values)} values for {len(rows)} completions")
+    if not all(value is None or math.isfinite(value) for value in values):
+        raise InputError(f"{name} returned a value that is not finite; None means not gradable")
+    values = [math.nan if value is None else value for value in values]
     return torch.tensor(values, dtype=torch.float64).view(len(examples), -1)
 
 
 def load_data(config: Config) -> tuple[list[dict], dict[str, list[dict]], transformers.PreTrainedTokenizerBase]:
     """Training examples, evaluation sets by name, and the tokenizer. Raises InputError."""
-    tokenizer = attempt(f"--model {config.model} has no tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(
-        config.model, padding_side="left"))
+    tokenizer = attempt(f"the tokenizer of --model {config.model} cannot be loaded",
+                        lambda: transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left"))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise InputError(f"--model {config.model}: its tokenizer has neither a pad nor an end token")
     train = to_examples(load_rows(config.dataset, config.dataset_config, config.dataset_split), config, tokenizer)
     random.Random(config.seed).shuffle(train)
     evals = {}
-    for spec in filter(None, config.eval_dataset.split(",")):
+    for spec in filter(None, map(str.strip, config.eval_dataset.split(","))):
         path, *rest = spec.split(":")
-        evals[spec] = to_examples(load_rows(path, "".join(rest[:-1]), "".join(rest[-1:])), config, tokenizer)
-        evals[spec] = evals[spec][:config.eval_prompts]
+        if len(rest) > 2:
+            raise InputError(f"--eval_dataset {spec} is not path, path:split or path:config:split")
+        name, split = (["", ""] + rest)[-2:]
+        examples = to_examples(load_rows(path, name, split), config, tokenizer)
+        evals[spec] = random.Random(0).sample(examples, min(config.eval_prompts, len(examples)))
     if not evals:
         held_out = min(config.eval_prompts, len(train) // 5)
         evals, train = {"held out": train[:held_out]}, train[held_out:]
@@ -275,14 +300,19 @@ def load_data(config: Config) -> tuple[list[dict], dict[str, list[dict]], transf
 
 def load_rows(path: str, name: str, split: str):
     """A split of a dataset; where none is named, test, else validation, else the first. Raises InputError."""
-    files = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    splits = attempt(f"dataset {path} cannot be loaded",
+    files = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix.lower())
+    if Path(path).is_file() and not files:
+        raise InputError(f"dataset {path} is neither .json, .jsonl nor .parquet")
+    splits = attempt(f"dataset {path} cannot be loaded, or is empty",
                      lambda: load_dataset(files, data_files=path) if files else load_dataset(path, name or None))
     split = split or next((usual for usual in ("test", "validation") if usual in splits), next(iter(splits)))
     rows = attempt(f"dataset {path} has {', '.join(splits)}, but not the split", lambda: splits[split])
     if len(rows) == 0:
         raise InputError(f"dataset {path} is empty")
-    return rows.flatten() if "reward_model" in rows.column_names else rows  # verl: reward_model.ground_truth
+    if "reward_model" in rows.column_names:  # verl's layout
+        truths = attempt(f"dataset {path}", lambda: [row["ground_truth"] for row in rows["reward_model"]])
+        rows = rows.add_column("reward_model.ground_truth", truths)
+    return rows
 
 
 def to_examples(rows, config: Config, tokenizer) -> list[dict]:
@@ -295,20 +325,21 @@ def to_examples(rows, config: Config, tokenizer) -> list[dict]:
 
     prompt_column = column(config.prompt_column, "prompt", "question", "problem")
     answer_column = column(config.answer_column, "answer", "solution", "reward_model.ground_truth")
-    template = dict(add_generation_prompt=True, return_dict=False, **json.loads(config.chat_template_kwargs))
-    examples = []
+    template = json.loads(config.chat_template_kwargs) | dict(
+        add_generation_prompt=True, tokenize=True, return_dict=False, return_tensors=None)
+    system, examples = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else [], []
     for number, row in enumerate(rows):
         prompt, answer = row[prompt_column], row[answer_column]
         if not isinstance(prompt, (str, list) if tokenizer.chat_template else str):
-            raise InputError(f"row {number}: {prompt_column} is neither text nor, with a chat template, messages: {prompt}"[:300])
+            raise InputError(f"row {number}: {prompt_column} is neither text nor, with a chat template, messages")
         if tokenizer.chat_template:
-            system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
             prompt = system + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            ids = tokenizer.apply_chat_template(prompt, **template)
+            ids = attempt(f"row {number}, {prompt_column}", lambda: tokenizer.apply_chat_template(prompt, **template))
         else:
             prompt = f"{config.system_prompt}\n\n{prompt}" if config.system_prompt else prompt
             ids = tokenizer(prompt)["input_ids"]
         if 0 < len(ids) <= config.max_prompt_tokens:
+            # Rewards written for TRL expect the answer under either name.
             examples.append({**row, "prompt": prompt, "prompt_ids": ids, "answer": answer, "solution": answer})
     if not examples:
         raise InputError(f"all prompts are empty or longer than --max_prompt_tokens {config.max_prompt_tokens}")
@@ -343,8 +374,8 @@ def sorting_data(config: Config):
     rng, train, evals = random.Random(config.seed), [], {}
     for name, (share, *_) in SORTING.items():
         train += [sorting_example(name, rng, tokenizer) for _ in range(round(512 * share))]
-        unseen = filter(lambda e: e not in train, iter(lambda: sorting_example(name, rng, tokenizer), None))
-        evals[name] = list(islice(unseen, round(config.eval_prompts * share)))
+        drawn = (sorting_example(name, rng, tokenizer) for _ in count())
+        evals[name] = list(islice((e for e in drawn if e not in train), round(config.eval_prompts * share)))
     return train, evals, tokenizer
 
 
@@ -373,7 +404,10 @@ def warm_started(tokenizer) -> Path:
         train_step(model, optimizer, sequences, ones, ones, len(ones), config)
     partial = folder.with_suffix(f".{os.getpid()}")
     model.save_pretrained(partial)
-    partial.rename(folder)  # a run that dies while it saves leaves no half model under this name
+    try:
+        partial.rename(folder)  # a run that dies while it saves leaves no half model under this name
+    except OSError:  # another run was first
+        shutil.rmtree(partial)
     return folder
 
 
@@ -418,8 +452,9 @@ def rollout(task: Task, examples: list[dict], samples: int, config: Config) -> l
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
     """(B, G) rewards -> (B, G) advantages within each group: (r - mean) / (std + 1e-4), std over G - 1, or r - mean.
 
-    Exactly 0 in a group of equal rewards, where rounding would leave dust, and in one with a NaN, which is not
-    gradable. Always of the whole group: advantages centred anew after pruning would be biased."""
+    Exactly 0 in a group of equal rewards, where rounding would leave an error, and in one with a NaN, which is not
+    gradable. Computed on the whole group: re-centring after pruning would bias them."""
+    rewards = rewards.double()
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
@@ -433,14 +468,14 @@ def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
     """(n,) scores -> (n,) float64 keep probabilities pi; the paper's pruning probability is P = 1 - pi.
 
     A completion's score is |A|; a prompt's is the mean |A| of its group at its last visit, NaN if it had none. Of the
-    low set, the scores below the mean, floor(rate |low|) are to be pruned; everything else, the unseen too, has pi = 1.
+    low set, the scores below the mean, floor(rate |low|) are pruned; all others, the never visited too, have pi = 1.
 
     Our reading: the number pruned is fixed and which ones is uniformly random. The paper's Algorithm 1 is reported to
     remove the very lowest; then pi = 0 where the gradient is not, and its proof of unbiasedness assumes P < 1."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # by more than rounding: equal scores can lie below their own mean
     count = int(low.sum())
-    pruned = math.floor(rate * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    pruned = min(math.floor(rate * count + 1e-9), max(count - 1, 0))  # 0.29 * 100 is 28.999999999999996; never all
     return torch.ones_like(scores).masked_fill(low, (count - pruned) / max(count, 1))
 
 
@@ -450,14 +485,16 @@ def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | Non
     The paper's rescale factor is C/(1 - P) with C = kept/total, in a loss that averages over what was kept. That is the
     same number, 1/kept * (kept/total)/pi = 1/total * 1/pi: the Horvitz-Thompson estimator. Our loss divides by total.
 
-    Systematic sampling: one uniform number against the running sum of pi along `order`, (n,) indices, by default a
-    random permutation. Each item is kept with its own pi, and exactly sum(pi) of them if that is whole. With equal pi
-    along a random order, this is the uniform draw of a fixed number."""
+    Systematic sampling: u, one uniform number, is compared with the running sum of pi along `order`, (n,) indices, by
+    default a random permutation. An item is kept where the sum crosses u + k, k an integer: each with its own pi, and
+    exactly sum(pi) of them if that is an integer. With equal pi in random order, it is the uniform draw of a fixed
+    number."""
     if order is None:
         order = torch.randperm(len(pi), generator=generator)
-    order = order[pi[order] < 1]
+    order = order[(pi[order] > 0) & (pi[order] < 1)]
     sums = torch.cat([pi.new_zeros(1), pi[order].cumsum(0)])
-    sums[-1] = sums[-1].round(decimals=9)  # a whole number again, where rounding made it miss
+    if (sums[-1] - sums[-1].round()).abs() < 1e-9:  # an integer but for rounding, which could change the number kept
+        sums[-1] = sums[-1].round()
     crossed = (sums - torch.rand(1, generator=generator, dtype=pi.dtype)).floor().diff() > 0
     weights = (pi >= 1).to(pi.dtype)
     weights[order[crossed]] = 1 / pi[order[crossed]]
@@ -465,26 +502,26 @@ def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | Non
 
 
 def grow_window(order: torch.Tensor, history: torch.Tensor, batch_size: int, rate: float) -> torch.Tensor:
-    """The candidate prompts of a step: the next of `order`, as many as leave at most `batch_size` after pruning.
+    """The candidate prompts of a step: the next of `order`, until one more would leave over `batch_size` after pruning.
 
-    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window starts with batch_size prompts
-    and grows by one while no more than that survive. Its length N divides the loss, so it may depend on history and
-    order, never on the draw: to look on until so many happen to survive would be biased. (Each window's mean is
-    unbiased; windows of different N weigh the same in training, so over an epoch prompts in small ones count more.)"""
+    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window's length N divides the loss, so
+    it may depend on history and order, never on the draw: drawing until enough survive would be biased. (Each window's
+    mean is unbiased. Windows of different N weigh the same in training, so over an epoch prompts in small ones count
+    more; the last of an epoch can be as small as 1.)"""
     size = min(batch_size, len(order))
     while size < len(order) and keep_probabilities(history[order[:size + 1]], rate).sum() < batch_size + 0.5:
-        size += 1
+        size += 1  # + 0.5: the survivors are a whole number, their float sum nearly
     return order[:size]
 
 
 def completion_probabilities(rewards: torch.Tensor, advantages: torch.Tensor, rate: float, config: Config):
     """(B, G) rewards and advantages -> (B, G) keep probabilities of the completions.
 
-    Our reading: what has no gradient at all is set aside first, pi = 0, at no cost in bias or variance, and the low set
-    is that of the rest. No gradient: ungradable groups and, without a KL term, A = 0 (which textbook grpo trains)."""
+    Our reading: what has no gradient is set aside first, pi = 0, at no cost in bias or variance; the low set is that of
+    the rest. Without a KL term that is A = 0 (which textbook grpo trains). Ungradable groups are left out always."""
     has_gradient = (advantages != 0) | (config.beta > 0) | (config.method == "grpo")
     has_gradient &= ~rewards.isnan().any(dim=1, keepdim=True)
-    pi = torch.zeros_like(advantages)
+    pi = torch.zeros_like(advantages, dtype=torch.float64)
     pi[has_gradient] = keep_probabilities(advantages[has_gradient].abs(), rate)
     return pi
 
@@ -518,7 +555,7 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
 def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots, and the slots' density.
 
-    A slot is by default as long as the longest sequence: its attention mask is dense, so longer ones would cost more."""
+    A slot is by default as long as the longest sequence: its attention mask is dense, longer ones would cost more."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
     capacity = config.slot_tokens or max(lengths)
     slots = [[indices[j] for j in slot] for slot in pack(lengths, capacity, config.pack_window)]
@@ -564,8 +601,21 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
 
 
 @torch.no_grad()
+def check_packing(model, examples: list[dict]) -> None:
+    """Raises InputError where log-probabilities in a slot are not those of the model alone, because it scales or caps
+    its logits after the head or has layers that look past a boundary."""
+    sequences = [(e["prompt_ids"], e["prompt_ids"]) for e in examples]
+    packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
+    alone = [model(torch.tensor([p + c], device=model.device)).logits[0, len(p) - 1:-1].float().log_softmax(-1)[
+        range(len(c)), c] for p, c in sequences]
+    if (packed - torch.cat(alone)).abs().max() > (1e-3 if DTYPE == torch.float32 else 0.3):
+        raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those "
+                         "of its head, or change with the neighbours in a slot")
+
+
+@torch.no_grad()
 def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: Config) -> dict[int, torch.Tensor]:
-    """Log-probabilities of the completions at `indices`, by index: those of the old policy, or of the reference."""
+    """Log-probabilities, by index, of the completions at `indices` under a fixed policy: the old or the reference."""
     result = {}
     for slots in pack_micro_batches(sequences, indices, config)[0] if indices else ():
         order = [i for slot in slots for i in slot]
@@ -582,21 +632,22 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
     total = N G counts the candidates before any pruning: to divide by what was kept would be biased. Z_i is the length
     |o_i| (grpo) or the constant max_completion_tokens (dr_grpo). KL_t is estimated by k3 = 1/x - 1 + log x with
     x = p/p_ref. The sums, over tokens: how many are clipped, and KL."""
-    completion = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion a token belongs to
+    owner = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion that a token belongs to
     ratio = (logprobs - old_logprobs).exp()
-    surrogate = ratio * advantages[completion]
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages[completion]
+    surrogate = ratio * advantages[owner]
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages[owner]
     log_ref_ratio = ref_logprobs - logprobs if config.beta > 0 else torch.zeros_like(logprobs)
     kl = log_ref_ratio.exp() - 1 - log_ref_ratio
     normalizer = lengths if config.objective == "grpo" else config.max_completion_tokens
-    loss = ((config.beta * kl - torch.minimum(surrogate, clipped)) * (weights / normalizer)[completion]).sum() / total
+    loss = ((config.beta * kl - torch.minimum(surrogate, clipped)) * (weights / normalizer)[owner]).sum() / total
     return loss, torch.stack([(clipped < surrogate).sum(), kl.sum()]).detach()
 
 
 def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     """AdamW on float32 weights: at a learning rate of 1e-6, updates of bfloat16 weights would round away.
 
-    A parameter of another dtype has a float32 master: its gradients accumulate there, and each step is copied back."""
+    A parameter of another dtype has a float32 master: gradients of the micro-batches add up there, and each step is
+    copied back."""
     masters = {p: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
 
     def accumulate(p):
@@ -607,7 +658,7 @@ def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     for p in copies:
         p.register_post_accumulate_grad_hook(accumulate)
     optimizer = torch.optim.AdamW(masters.values(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    optimizer.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in copies.items()] and None)
+    optimizer.register_step_post_hook(lambda *_: [p.data.copy_(master) for p, master in copies.items()])
     return optimizer
 
 
@@ -615,10 +666,11 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
                config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
     """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
 
-    sequences: M pairs (prompt ids, completion ids); advantages, weights: (M,), weight 0 is left out; total: N G;
-    old, ref: frozen_logprobs. Without `old` the policy is the one that sampled; the ratio is 1, its gradient is not."""
+    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: N G;
+    old, ref: frozen_logprobs. Without `old` the policy is the one that sampled: the ratio is 1 in value, but its
+    gradient is not zero. Entropy, kl and clip_fraction are means over the trained tokens, unweighted."""
     kept = weights.nonzero().squeeze(1).tolist()
-    if not kept:  # nothing to learn; a step would move the weights on Adam's momentum alone
+    if not kept or not (advantages[kept].any() or config.beta):  # a step would move on Adam's momentum alone
         return dict.fromkeys(
             ("completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"), 0)
     micro_batches, density = pack_micro_batches(sequences, kept, config)
@@ -647,17 +699,17 @@ def evaluate(task: Task, config: Config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
     results, means, k = {}, [], config.eval_samples
     for name, examples in task.evals.items():
-        if examples:
-            rewards = score_completions(task, examples, rollout(task, examples, k, config))
-            best, rewards = rewards.amax(dim=1), rewards.mean(dim=1)  # NaN where not gradable
-            means += rewards[~rewards.isnan()].tolist()
-            results[name] = {"prompts": len(examples), f"avg@{k}": rewards.nanmean().item(),
-                             f"pass@{k}": best.nanmean().item()}
-    return {"accuracy": sum(means) / max(1, len(means)), **results}
+        rewards = score_completions(task, examples, rollout(task, examples, k, config))
+        rewards = rewards[~rewards.isnan().any(dim=1)]
+        if len(rewards):
+            means += rewards.mean(dim=1).tolist()
+            results[name] = {"prompts": len(rewards), f"avg@{k}": rewards.mean().item(),
+                             f"pass@{k}": rewards.amax(dim=1).mean().item()}
+    return {"accuracy": sum(means) / len(means) if means else None, **results}
 
 
 def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int]) -> dict:
-    """What a step's rollout and draws were like. The mean reward is weighted as the prompts are, so that it speaks of
+    """Statistics of a step's rollout and draws. The mean reward is weighted as the prompts are, so that it speaks of
     the whole window and can be compared between methods."""
     gradable = ~rewards.isnan().any(dim=1)
     rewards, prompt_weights = rewards[gradable], prompt_weights[gradable]
@@ -668,50 +720,54 @@ def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int
                    completion_length=sum(map(len, generated)) / len(generated),
                    truncated_fraction=sum(ids[-1] not in ends for ids in generated) / len(generated),
                    weight_max=weights.max(), effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
-    return {name: torch.as_tensor(value).nan_to_num().item() for name, value in metrics.items()}  # 0/0: nothing there
+    return {name: torch.as_tensor(value).nan_to_num().item() for name, value in metrics.items()}  # 0/0: none
 
 
 def new_output_dir(config: Config) -> Path:
     """The run's folder, which is made only once the task is loaded. Raises InputError if it cannot be used."""
     out = Path(config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{os.getpid()}")
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if (out / "metrics.jsonl").exists() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InputError(f"--output_dir {out} holds another run, or cannot be written")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"--output_dir {out} cannot be written")
+    if (out / "metrics.jsonl").exists():
+        raise InputError(f"--output_dir {out} holds another run")
     return out
-
-
-@torch.no_grad()
-def check_packing(model, examples: list[dict]) -> None:
-    """Raises InputError where log-probabilities in a slot are not those of the model alone, because it scales or caps
-    its logits after the head or has layers that look past a boundary."""
-    sequences = [(e["prompt_ids"], e["prompt_ids"]) for e in examples]
-    packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
-    alone = []
-    for prompt, completion in sequences:
-        logits = model(torch.tensor([prompt + completion], device=model.device)).logits[0, len(prompt) - 1:-1]
-        alone.append(logits.float().log_softmax(-1)[range(len(completion)), completion])
-    if (packed - torch.cat(alone)).abs().max() > (1e-3 if DTYPE == torch.float32 else 0.3):
-        raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those "
-                         "of its head, or change with the neighbours in a slot")
 
 
 def train(config: Config, task: Task | None = None) -> dict:
     """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and model/ into its own folder."""
     started, out = time.perf_counter(), new_output_dir(config)
     task = task or load_task(config)
-    model, G = task.model, config.group_size
-    out.mkdir(parents=True, exist_ok=True)
-    metrics_file, samples_file = (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w")
+    attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
     transformers.set_seed(config.seed)
-    generator, order_generator = (torch.Generator().manual_seed(config.seed) for _ in range(2))
+    before = after = evaluate(task, config)
+    if config.steps:
+        try:
+            training_loop(task, config, (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w"))
+        finally:  # also when it is interrupted, or a reward function fails in the middle
+            task.model.save_pretrained(out / "model")
+            task.tokenizer.save_pretrained(out / "model")
+        after = evaluate(task, config)
+    summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
+                   wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
+    (out / "summary.json").write_text(json.dumps(summary, indent=2))
+    accuracies = ["none" if a is None else f"{a:.3f}" for a in (before["accuracy"], after["accuracy"])]
+    print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}\n"
+          "next: --method grpo runs the same without pruning, --help lists the settings")
+    return summary
+
+
+def training_loop(task: Task, config: Config, metrics_file, samples_file) -> None:
+    """The method. A line to metrics_file each step, a few completions to samples_file every tenth."""
+    model, G = task.model, config.group_size
+    generator, order_generator = (torch.Generator().manual_seed(config.seed + i) for i in (1, 2))
     prunes = config.method == "dppo"
     prompt_rate, completion_rate = prunes * config.prompt_prune_rate, prunes * config.completion_prune_rate
     optimizer = make_optimizer(model, config)
     reference = copy.deepcopy(model) if config.beta > 0 else None
-    before = after = evaluate(task, config)
     history = torch.full((len(task.train),), math.nan, dtype=torch.float64)  # each prompt's mean |A| at its last visit
     order, epoch = torch.empty(0, dtype=torch.long), 0
-    bar = tqdm(range(1, config.steps + 1), desc=config.method)
+    bar = tqdm(range(1, config.steps + 1), bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
     for step in bar:
         if len(order) == 0:
             order, epoch = torch.randperm(len(history), generator=order_generator), epoch + 1
@@ -731,7 +787,7 @@ def train(config: Config, task: Task | None = None) -> dict:
         advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
         history[prompts] = advantages.abs().mean(dim=1)
 
-        # Prune completions, after the rollout: one draw for each update, since after the first theta depends on it.
+        # Prune completions, after the rollout: one draw for each update, since after the first, theta depends on it.
         clock = time.perf_counter()
         pi = completion_probabilities(rewards, advantages, completion_rate, config)
         weights = [prompt_weights[:, None] * draw(pi.flatten(), generator).view_as(pi)
@@ -739,9 +795,9 @@ def train(config: Config, task: Task | None = None) -> dict:
 
         # Pack what is left, and update. The old policy is the one before the first update.
         sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
-        trained = sum(weights).flatten().nonzero().squeeze(1).tolist()  # in any of the updates
-        old = frozen_logprobs(model, sequences, trained, config) if config.inner_epochs > 1 else None
-        ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
+        union = sum(weights).flatten().nonzero().squeeze(1).tolist()  # trained in any of the updates
+        old = frozen_logprobs(model, sequences, union, config) if config.inner_epochs > 1 else None  # else ratio = 1
+        ref = frozen_logprobs(reference, sequences, union, config) if config.beta > 0 else None
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
         for w in weights:
             update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), len(window) * G, config,
@@ -754,34 +810,25 @@ def train(config: Config, task: Task | None = None) -> dict:
         print(json.dumps(record), file=metrics_file, flush=True)
         for q, i in product(range(0, len(prompts), 8), (0, 1)) if step % 10 == 1 else ():
             sample = dict(step=step, prompt=examples[q]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
-                          reward=rewards[q, i].nan_to_num().item(), advantage=advantages[q, i].item(),
-                          keep_probability=(pi[q, i] / prompt_weights[q]).item(), weight=w[q, i].item())
+                          reward=None if rewards[q, i].isnan() else rewards[q, i].item(), weight=w[q, i].item(),
+                          advantage=advantages[q, i].item(), keep_probability=(pi[q, i] / prompt_weights[q]).item())
             print(json.dumps(sample), file=samples_file, flush=True)
-        bar.set_postfix_str(f"reward {record['reward']:.2f}, rolled {len(prompts) / len(window):.2f}, trained "
-                            f"{update['completions_trained'] / len(sequences):.2f}, density {update['slot_density']:.2f}, "
-                            f"rollout {rollout_seconds:.1f} s, train {train_seconds:.1f} s")
-    if config.steps:
-        after = evaluate(task, config)
-        model.save_pretrained(out / "model")
-        task.tokenizer.save_pretrained(out / "model")
-    summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
-                   wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
-    (out / "summary.json").write_text(json.dumps(summary, indent=2))
-    print("accuracy {accuracy_before:.3f} -> {accuracy_after:.3f} in {wall_seconds:.0f} s".format(**summary),
-          f"\nmetrics, samples, summary and model are in {out}; --method grpo runs the same without pruning")
-    return summary
+        bar.set_postfix_str("reward {reward:.2f} rolled {:.2f} trained {:.2f} density {slot_density:.2f} rollout "
+                            "{rollout_seconds:.1f}s train {train_seconds:.1f}s".format(
+                                len(prompts) / len(window), update["completions_trained"] / len(sequences), **record))
 
 
 def main() -> None:
     """The command line. Bad input is told in one line, with exit status 2."""
-    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage="dppo.py [--OPTION VALUE ...]")
+    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage=SUPPRESS)
     transformers.logging.disable_progress_bar()
+    disable_progress_bars()
     try:
         train(Config(**vars(parser.parse_args())))
     except InputError as error:
         parser.exit(2, f"dppo.py: error: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "interrupted\n")
+        parser.exit(130, "\ninterrupted; metrics and the model so far are in the run's folder\n")
 
 
 if __name__ == "__main__":

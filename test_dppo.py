@@ -16,8 +16,18 @@ import torch
 import transformers
 
 import dppo
-from dppo import Config, InputError, Task, completion_probabilities, draw, group_advantages, grow_window, keep_probabilities
+from dppo import (
+    Config,
+    InputError,
+    Task,
+    completion_probabilities,
+    draw,
+    group_advantages,
+    grow_window,
+    keep_probabilities,
+)
 
+torch.set_num_threads(1)  # for tensors this small, more threads only wait for each other
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 SCRIPT = Path(dppo.__file__)
 
@@ -25,10 +35,27 @@ SCRIPT = Path(dppo.__file__)
 def tiny_model(dtype=torch.float64, device="cpu", **config):
     """A Qwen3 of the embedded task's vocabulary with a few thousand random weights, large enough to matter."""
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**dict(
-        vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0,
-        eos_token_id=1), **config}))
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **{
+                **dict(
+                    vocab_size=13,
+                    hidden_size=16,
+                    intermediate_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    head_dim=8,
+                    max_position_embeddings=256,
+                    initializer_range=0.3,
+                    tie_word_embeddings=True,
+                    pad_token_id=0,
+                    eos_token_id=1,
+                ),
+                **config,
+            }
+        )
+    )
     return model.to(device, dtype).eval()
 
 
@@ -50,8 +77,11 @@ N, G = REWARDS.shape
 
 def make_sequences():
     rng = random.Random(0)
-    return [([rng.randrange(2, 13) for _ in range(3 + q)], [rng.randrange(2, 13) for _ in range(1 + rng.randrange(7))])
-            for q in range(N) for _ in range(G)]
+    return [
+        ([rng.randrange(2, 13) for _ in range(3 + q)], [rng.randrange(2, 13) for _ in range(1 + rng.randrange(7))])
+        for q in range(N)
+        for _ in range(G)
+    ]
 
 
 def problem(objective="grpo", beta=0.0):
@@ -70,8 +100,16 @@ def completion_gradients(config, model, sequences, advantages, old, ref) -> torc
     rows = []
     for i in range(N * G):
         logprobs, _ = dppo.completion_logprobs(model, sequences, [[i]], 1.0)
-        loss, sums = dppo.policy_loss(logprobs, old[i], ref and ref[i], torch.tensor([len(sequences[i][1])]),
-                                      advantages.flatten()[[i]], torch.ones(1), N * G, config)
+        loss, _ = dppo.policy_loss(
+            logprobs,
+            old[i],
+            ref and ref[i],
+            torch.tensor([len(sequences[i][1])]),
+            advantages.flatten()[[i]],
+            torch.ones(1),
+            N * G,
+            config,
+        )
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
     return torch.stack(rows)
 
@@ -129,8 +167,16 @@ def test_clipping_is_active_in_these_problems():
     everything = list(range(N * G))
     new = torch.cat(list(dppo.frozen_logprobs(model, sequences, everything, config).values()))
     lengths = torch.tensor([len(sequences[i][1]) for i in everything])
-    _, (clipped, _) = dppo.policy_loss(new, torch.cat([old[i] for i in everything]), None, lengths, advantages.flatten(),
-                                       torch.ones(N * G), N * G, config)
+    _, (clipped, _) = dppo.policy_loss(
+        new,
+        torch.cat([old[i] for i in everything]),
+        None,
+        lengths,
+        advantages.flatten(),
+        torch.ones(N * G),
+        N * G,
+        config,
+    )
     assert 0.1 < clipped / lengths.sum() < 0.9
 
 
@@ -168,7 +214,9 @@ def test_expected_gradient_through_training_by_monte_carlo():
         weights = torch.zeros(N, G, dtype=torch.float64)
         weights[kept] = draw(pi.flatten(), generator).view(-1, G) * prompt_weights[kept, None]
         model.load_state_dict(state)
-        samples.append(gradient_of_train_step(config, model, sequences, advantages, weights, old, None) @ full / full.norm() ** 2)
+        samples.append(
+            gradient_of_train_step(config, model, sequences, advantages, weights, old, None) @ full / full.norm() ** 2
+        )
     samples = torch.stack(samples)
     assert samples.std() > 0.05
     assert abs(samples.mean() - 1) / (samples.std() / len(samples) ** 0.5) < 4
@@ -176,12 +224,15 @@ def test_expected_gradient_through_training_by_monte_carlo():
 
 # ---- What breaks it is caught -----------------------------------------------------------------------------------------
 
+
 def relative_bias(estimate, monkeypatch) -> float:
     """|E[estimate(weights, gradients)] - full gradient| / |full gradient| under completion pruning at 0.6."""
     config, model, sequences, advantages, old, _ = problem()
     gradients = completion_gradients(config, model, sequences, advantages, old, None)
-    expectation = sum(probability * estimate(weights.flatten(), gradients)
-                      for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch))
+    expectation = sum(
+        probability * estimate(weights.flatten(), gradients)
+        for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch)
+    )
     return ((expectation - gradients.sum(0)).norm() / gradients.sum(0).norm()).item()
 
 
@@ -203,7 +254,7 @@ def test_deterministic_removal_of_the_lowest_is_biased_whatever_the_weights():
     gradients = completion_gradients(config, model, sequences, advantages, old, None)
     full, scores = gradients.sum(0), advantages.abs().flatten()
     pruned = 4
-    kept = scores.argsort()[(scores == 0).sum() + pruned:]
+    kept = scores.argsort()[(scores == 0).sum() + pruned :]
     for weight in (1.0, ((scores > 0).sum() / len(kept)).item()):
         assert (weight * gradients[kept].sum(0) - full).norm() / full.norm() > 0.05
 
@@ -227,8 +278,8 @@ def test_advantages_centred_anew_after_pruning_are_biased(monkeypatch):
 def test_looking_on_until_enough_prompts_survive_is_biased():
     """Prompts of value 1, 0, 0, ..., each kept with probability 1/2, until one has survived: n looked at, with probability
     2^-n. The survivor's weighted value, divided by n, is compared with the mean over the same n prompts."""
-    estimate = sum(0.5 ** n * (2.0 if n == 1 else 0.0) / n for n in range(1, 60))
-    mean_of_window = sum(0.5 ** n * 1.0 / n for n in range(1, 60))
+    estimate = sum(0.5**n * (2.0 if n == 1 else 0.0) / n for n in range(1, 60))
+    mean_of_window = sum(0.5**n * 1.0 / n for n in range(1, 60))
     assert estimate - mean_of_window > 0.3
 
 
@@ -237,7 +288,9 @@ def test_the_loss_is_divided_by_all_candidates_before_pruning(monkeypatch, tmp_p
     monkeypatch.setattr(dppo, "train_step", lambda *args: totals.append(args[5]) or real_step(*args))
     monkeypatch.setattr(dppo, "grow_window", lambda *args: windows.append(w := real_window(*args)) or w)
     task = tiny_task()
-    task.reward = lambda prompts, completions, **_: [float(len(c) > 2 or "1" in p) for p, c in zip(prompts, completions)]
+    task.reward = lambda prompts, completions, **_: [
+        float(len(c) > 2 or "1" in p) for p, c in zip(prompts, completions)
+    ]
     dppo.train(Config(steps=12, prompts_per_step=8, group_size=4, output_dir=str(tmp_path / "run")), task)
     records = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert totals == [4 * len(window) for window in windows] == [4 * record["prompts_seen"] for record in records]
@@ -266,10 +319,13 @@ def test_with_inner_epochs_train_draws_the_completions_anew_for_every_update(mon
     masks = [tuple((args[4] > 0).tolist()) for args in seen[:3]]
     assert len(set(masks)) == 3
     old = seen[0][7]
-    assert all(args[7] is old for args in seen[:3]) and all(set(args[4].nonzero().flatten().tolist()) <= set(old) for args in seen[:3])
+    assert all(args[7] is old for args in seen[:3]) and all(
+        set(args[4].nonzero().flatten().tolist()) <= set(old) for args in seen[:3]
+    )
 
 
 # ---- Keep probabilities, draws, windows -------------------------------------------------------------------------------
+
 
 def test_keep_probabilities_prune_exactly_the_floor_of_the_low_set():
     scores = torch.tensor([0.1, 0.2, 0.3, 0.4, 4.0])
@@ -299,7 +355,17 @@ def test_equal_scores_are_not_below_their_own_mean():
             assert keep_probabilities(noisy, 0.9).eq(1).all()
 
 
-@pytest.mark.parametrize("pi", [[0.5] * 4, [0.4] * 5 + [1.0], [0.25, 0.5, 0.75, 0.5], [0.3, 0.9, 0.2, 0.05], [0.0, 0.5, 0.5, 1.0]])
+@pytest.mark.parametrize(
+    "pi",
+    [
+        [0.5] * 4,
+        [0.4] * 5 + [1.0],
+        [0.25, 0.5, 0.75, 0.5],
+        [0.3, 0.9, 0.2, 0.05],
+        [0.0, 0.5, 0.5, 1.0],
+        [1 / 3, 1 / 7, 0.2],
+    ],
+)
 def test_draw_keeps_each_item_with_its_own_probability_and_weights_it_by_the_inverse(pi, monkeypatch):
     pi = torch.tensor(pi, dtype=torch.float64)
     outcomes = every_draw(pi, monkeypatch)
@@ -355,10 +421,16 @@ def test_survivors_never_exceed_the_batch():
 
 def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep_theirs(monkeypatch, tmp_path):
     windows, real_window, real_advantages, visits = [], dppo.grow_window, dppo.group_advantages, []
-    monkeypatch.setattr(dppo, "grow_window", lambda order, history, *a: windows.append((history.clone(), w := real_window(order, history, *a))) or w)
+    monkeypatch.setattr(
+        dppo,
+        "grow_window",
+        lambda order, history, *a: windows.append((history.clone(), w := real_window(order, history, *a))) or w,
+    )
     monkeypatch.setattr(dppo, "group_advantages", lambda *a, **k: visits.append(v := real_advantages(*a, **k)) or v)
     task = tiny_task()
-    task.reward = lambda prompts, completions, **_: [float(len(c) > 3 or "1" in p) for p, c in zip(prompts, completions)]
+    task.reward = lambda prompts, completions, **_: [
+        float(len(c) > 3 or "1" in p) for p, c in zip(prompts, completions)
+    ]
     dppo.train(Config(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
     pruned = 0
     for (before, window), (after, _), advantages in zip(windows, windows[1:], visits):
@@ -371,6 +443,7 @@ def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep
 
 
 # ---- Advantages -------------------------------------------------------------------------------------------------------
+
 
 def test_advantages_are_trl_s_with_exact_zeros_for_equal_rewards():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.1] * 4], dtype=torch.float64)
@@ -391,16 +464,24 @@ def test_groups_that_are_not_gradable_are_left_out_also_with_kl():
 
 def test_zero_advantages_cost_nothing_except_in_the_textbook_and_with_kl():
     advantages = group_advantages(rewards := torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
-    for config, trained in ((Config(), 2), (Config(method="grpo-skip"), 2), (Config(method="grpo"), 4), (Config(beta=0.1), 4)):
+    for config, trained in (
+        (Config(), 2),
+        (Config(method="grpo-skip"), 2),
+        (Config(method="grpo"), 4),
+        (Config(beta=0.1), 4),
+    ):
         assert (completion_probabilities(rewards, advantages, 0.0, config) > 0).sum() == trained
 
 
 # ---- Packing ----------------------------------------------------------------------------------------------------------
 
+
 def gsm8k_like_lengths(count: int) -> list[int]:
     """Question plus solution, in tokens: means 60 and 121, standard deviation of solutions 54, longest 194 and 453."""
     rng = random.Random(0)
-    return [min(194, round(rng.gammavariate(8, 7.5))) + min(453, round(rng.gammavariate(5, 24.2))) for _ in range(count)]
+    return [
+        min(194, round(rng.gammavariate(8, 7.5))) + min(453, round(rng.gammavariate(5, 24.2))) for _ in range(count)
+    ]
 
 
 def test_every_sequence_is_packed_exactly_once_and_no_slot_overflows():
@@ -431,17 +512,29 @@ def padded_logprobs(model, sequences):
     """Each completion's log-probabilities from a padded batch with an attention mask: no packing anywhere."""
     width = max(len(p) + len(c) for p, c in sequences)
     ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in sequences], device=model.device)
-    mask = torch.tensor([[1] * (len(p) + len(c)) + [0] * (width - len(p) - len(c)) for p, c in sequences], device=model.device)
+    mask = torch.tensor(
+        [[1] * (len(p) + len(c)) + [0] * (width - len(p) - len(c)) for p, c in sequences], device=model.device
+    )
     logprobs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float().log_softmax(-1)
     logprobs = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return [logprobs[row, len(p) - 1:len(p) + len(c) - 1] for row, (p, c) in enumerate(sequences)]
+    return [logprobs[row, len(p) - 1 : len(p) + len(c) - 1] for row, (p, c) in enumerate(sequences)]
 
 
-@pytest.mark.parametrize("device, dtype, tolerance", [("cpu", torch.float32, 1e-5), pytest.param(
-    "cuda", torch.float32, 1e-4, marks=CUDA.marks), pytest.param("cuda", torch.bfloat16, 0.1, marks=CUDA.marks)])
+@pytest.mark.parametrize(
+    "device, dtype, tolerance",
+    [
+        ("cpu", torch.float32, 1e-5),
+        pytest.param("cuda", torch.float32, 1e-4, marks=CUDA.marks),
+        pytest.param("cuda", torch.bfloat16, 0.1, marks=CUDA.marks),
+    ],
+)
 @pytest.mark.parametrize("slot_tokens", [0, 40])
 def test_packed_and_padded_log_probabilities_and_gradients_agree(slot_tokens, device, dtype, tolerance):
-    model, sequences, config = tiny_model(dtype, device), make_sequences(), Config(slot_tokens=slot_tokens, pack_window=5)
+    model, sequences, config = (
+        tiny_model(dtype, device),
+        make_sequences(),
+        Config(slot_tokens=slot_tokens, pack_window=5),
+    )
     weights = [(-1.0) ** i * (1 + i % 3) for i in range(len(sequences))]
     results = []
     for packed in (True, False):
@@ -484,9 +577,18 @@ def test_logits_in_chunks_are_the_same(monkeypatch):
 
 
 def test_a_model_that_caps_its_logits_is_refused():
-    config = transformers.Gemma2Config(vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, head_dim=8,
-                                       num_attention_heads=2, num_key_value_heads=1, initializer_range=1.0,
-                                       final_logit_softcapping=1.0, attn_implementation="eager")
+    config = transformers.Gemma2Config(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=1.0,
+        final_logit_softcapping=1.0,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     examples = [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6, 7, 8, 9]}]
     dppo.check_packing(tiny_model(torch.float32), examples)
@@ -496,8 +598,17 @@ def test_a_model_that_caps_its_logits_is_refused():
 
 # ---- Rollout ----------------------------------------------------------------------------------------------------------
 
-QWEN_GENERATION = dict(do_sample=True, temperature=0.5, top_k=3, top_p=0.7, repetition_penalty=1.5, min_p=0.2, no_repeat_ngram_size=1,
-                       eos_token_id=[1, 12], pad_token_id=12)
+QWEN_GENERATION = dict(
+    do_sample=True,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.7,
+    repetition_penalty=1.5,
+    min_p=0.2,
+    no_repeat_ngram_size=1,
+    eos_token_id=[1, 12],
+    pad_token_id=12,
+)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -508,7 +619,9 @@ def test_sampled_frequencies_match_the_probabilities_that_are_trained(temperatur
     config = Config(temperature=temperature, max_completion_tokens=1, rollout_batch_size=1000)
     torch.manual_seed(0)
     first = Counter(ids[0] for ids in dppo.rollout(task, [{"prompt_ids": prompt}], 6000, config)[0])
-    trained = [dppo.completion_logprobs(task.model, [(prompt, [token])], [[0]], temperature)[0].item() for token in range(13)]
+    trained = [
+        dppo.completion_logprobs(task.model, [(prompt, [token])], [[0]], temperature)[0].item() for token in range(13)
+    ]
     expected = [6000 * math.exp(logprob) for logprob in trained]
     chi_square = sum((first[token] - e) ** 2 / e for token, e in enumerate(expected))
     assert min(expected) > 1 and chi_square < 39.1  # 12 degrees of freedom, p = 1e-4
@@ -533,11 +646,13 @@ def test_completions_end_with_the_first_of_several_end_ids_which_may_also_pad():
 
 def test_rollouts_are_split_and_come_back_in_the_order_of_their_prompts(monkeypatch):
     task, sizes = tiny_task(), []
-    real = task.model.generate
 
     def generate(input_ids, attention_mask):
         sizes.append(input_ids.shape)
-        return torch.cat([input_ids, attention_mask.sum(1, keepdim=True)], dim=1)  # "completes" with the prompt's length
+        return torch.cat(
+            [input_ids, attention_mask.sum(1, keepdim=True)], dim=1
+        )  # "completes" with the prompt's length
+
     monkeypatch.setattr(task.model, "generate", generate)
     lengths = [len(e["prompt_ids"]) for e in task.train]
     completions = dppo.rollout(task, task.train, 3, Config(rollout_batch_size=10))
@@ -547,6 +662,7 @@ def test_rollouts_are_split_and_come_back_in_the_order_of_their_prompts(monkeypa
 
 
 # ---- Precision --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_updates_far_below_bfloat16_resolution_are_not_lost(device):
@@ -581,35 +697,111 @@ def test_float32_models_are_trained_in_place():
 
 # ---- Rewards ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("text, number", [
-    ("#### 18", 18), ("so 3 + 4 = 7\n#### 1,234", 1234), ("####-5", -5), ("#### $70,000.", 70000), ("#### 50%", 50), ("it is 3.50.", 3.5),
-    ("first 1 then 2", 2), ("5 - 3 = 2", 2), ("16-3", 3), ("-7", -7), ("answer: $-7", -7), ("1,2,3", 3), ("#### none, 4", 4), ("#### ", None), ("", None),
-    ("7 ####", 7), ("\N{MINUS SIGN}4", -4), (".5", 0.5), ("no digits", None), ("\u0663\u0664", None), ("1/4 is 0.25", 0.25)])
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("#### 18", 18),
+        ("so 3 + 4 = 7\n#### 1,234", 1234),
+        ("####-5", -5),
+        ("#### $70,000.", 70000),
+        ("#### 50%", 50),
+        ("it is 3.50.", 3.5),
+        ("first 1 then 2", 2),
+        ("5 - 3 = 2", 2),
+        ("16-3", 3),
+        ("-7", -7),
+        ("answer: $-7", -7),
+        ("1,2,3", 3),
+        ("#### none, 4", 4),
+        ("#### ", None),
+        ("", None),
+        ("7 ####", 7),
+        ("\N{MINUS SIGN}4", -4),
+        (".5", 0.5),
+        ("no digits", None),
+        ("\u0663\u0664", None),
+        ("1/4 is 0.25", 0.25),
+    ],
+)
 def test_gsm8k_numbers(text, number):
     assert dppo.gsm8k_number(text) == (number if number is None else dppo.Decimal(str(number)))
 
 
 def test_gsm8k_reward_compares_numbers_and_says_none_without_an_answer():
-    rewards = dppo.gsm8k_reward(prompts=["?"] * 5, completions=["#### 18.0", "18", "$18.", "19", "18"], extra=[1] * 5,
-                                answer=["x\n#### 18", "18", "1 8\n#### 18", "18", "no number"])
+    rewards = dppo.gsm8k_reward(
+        prompts=["?"] * 5,
+        completions=["#### 18.0", "18", "$18.", "19", "18"],
+        extra=[1] * 5,
+        answer=["x\n#### 18", "18", "1 8\n#### 18", "18.", r"\frac{3}{18}"],
+    )
     assert rewards == [1.0, 1.0, 1.0, 0.0, None]
-    assert dppo.gsm8k_reward(prompts=[[]], completions=[[{"role": "assistant", "content": "#### 4"}]], answer=[4]) == [1.0]
+    assert dppo.gsm8k_reward(prompts=[[]], completions=[[{"role": "assistant", "content": "#### 4"}]], answer=[4]) == [
+        1.0
+    ]
 
 
-@pytest.mark.parametrize("given, gold, reward", [
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
-    (r"\boxed{1} then \boxed{2}", "2", 1), (r"\boxed{1} then \boxed{2}", "1", 0), (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
-    (r"\boxed{5\text{ cm}}", "5", 1), (r"\boxed{5 cm}", "5", 1), (r"\boxed{\text{Evelyn}}", "Evelyn", 1), (r"\boxed{x^{2}}", "x^{2}", 1),
-    (r"\boxed{1,000}", "1000", 1), (r"\boxed{\$10.}", "10.0", 1), (r"\boxed{30^\circ}", "30", 1), (r"\boxed{50\%}", "50", 1),
-    (r"\boxed{3", "3", 0), ("3", "3", 0), (r"\boxed{3}", r"thus \boxed{3}", 1), (r"\boxed {\{1,2\}}", r"\{1,2\}", 1), (r"\boxed{}", "", None),
-    (r"\boxed{10\text{ m}^2}", "10", 1), (r"\boxed{a_{n_{k}}}", "a_{n_{k}}", 1), (r"\boxed{5x}", "5", 0), (r"\leftarrow\boxed{2}", "2", 1)])
+@pytest.mark.parametrize(
+    "given, gold, reward",
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1),
+        (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
+        (r"\boxed{1} then \boxed{2}", "2", 1),
+        (r"\boxed{1} then \boxed{2}", "1", 0),
+        (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
+        (r"\boxed{5\text{ cm}}", "5", 1),
+        (r"\boxed{5 cm}", "5", 1),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
+        (r"\boxed{x^{2}}", "x^{2}", 1),
+        (r"\boxed{1,000}", "1000", 1),
+        (r"\boxed{\$10.}", "10.0", 1),
+        (r"\boxed{30^\circ}", "30", 1),
+        (r"\boxed{50\%}", "50", 1),
+        (r"\boxed{3", "3", 0),
+        ("3", "3", 0),
+        (r"\boxed{3}", r"thus \boxed{3}", 1),
+        (r"\boxed {\{1,2\}}", r"\{1,2\}", 1),
+        (r"\boxed{}", "", None),
+        (r"\boxed{10\text{ m}^2}", "10", 1),
+        (r"\boxed{a_{n_{k}}}", "a_{n_{k}}", 1),
+        (r"\boxed{5x}", "5", 0),
+        (r"\leftarrow\boxed{2}", "2", 1),
+        (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
+        (r"\boxed{3m}", "3", 0),
+        (r"\boxed{70{,}000}", "70000", 1),
+        (r"\boxed{x^2}", "x^{2}", 1),
+        (r"\boxed{\sqrt2}", r"\sqrt{2}", 1),
+        (r"\boxed{30°}", "30", 1),
+        (r"\boxed{None}", None, None),
+    ],
+)
 def test_boxed_rewards(given, gold, reward):
     assert dppo.boxed_reward(prompts=["?"], completions=[given], answer=[gold]) == [reward]
 
 
-HOSTILE = ["", "9" * 5000, "9" * 100_000, "1e999999", "1e" + "9" * 30, "NaN", "Infinity", "#### 1e999999999999999999999", r"\boxed{" * 10_000,
-           r"\boxed{" + "{" * 10_000 + "}" * 10_001, "\0\x1b[2J\ud800", "$" * 50_000, "1," * 50_000, "-" * 50_000, "####" * 20_000, "\\" * 50_000,
-           r"\boxed{" + "5 " * 30_000 + "}", r"\boxed{5" + r"\text{" * 10_000, "__import__('os').abort()", "1" + " " * 50_000 + r"\text{a}"]
+HOSTILE = [
+    "",
+    "9" * 5000,
+    "9" * 100_000,
+    "1e999999",
+    "1e" + "9" * 30,
+    "NaN",
+    "Infinity",
+    "#### 1e999999999999999999999",
+    r"\boxed{" * 10_000,
+    r"\boxed{" + "{" * 10_000 + "}" * 10_001,
+    "\0\x1b[2J\ud800",
+    "$" * 50_000,
+    "1," * 50_000,
+    "-" * 50_000,
+    "####" * 20_000,
+    "\\" * 50_000,
+    r"\boxed{" + "5 " * 30_000 + "}",
+    r"\boxed{5" + r"\text{" * 10_000,
+    "__import__('os').abort()",
+    "1" + " " * 50_000 + r"\text{a}",
+]
 
 
 @pytest.mark.parametrize("reward", dppo.REWARDS.values())
@@ -643,20 +835,45 @@ def run_main(monkeypatch, capsys, *args) -> str:
     monkeypatch.setattr(sys, "argv", ["dppo.py", *map(str, args)])
     with pytest.raises(SystemExit) as exit_:
         dppo.main()
-    error = [line for line in capsys.readouterr().err.strip().splitlines() if "examples/s" not in line and "usage:" not in line]
+    error = [
+        line
+        for line in capsys.readouterr().err.strip().splitlines()
+        if "examples/s" not in line and "usage:" not in line
+    ]
     assert exit_.value.code == 2 and len(error) == 1
     return error[0]
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--prompt_prune_rate", "1"], "prompt_prune_rate must lie in [0, 1), got 1.0"), (["--completion_prune_rate", "-0.1"], "completion_prune_rate"),
-    (["--prompt_prune_rate", "nan"], "prompt_prune_rate"), (["--group_size", "1"], "group_size must be at least 2"), (["--method", "ppo"], "invalid choice: 'ppo'"),
-    (["--slot_tokens", "30"], "slot_tokens 30 is less than the longest sequence, 43 tokens"), (["--micro_batch_tokens", "30"], "micro_batch_tokens 30"),
-    (["--nonsense", "1"], "nonsense"), (["--model", "x"], "--model and --dataset go together"), (["--chat_template_kwargs", "[1]"], "JSON object"),
-    (["--chat_template_kwargs", "{"], "JSON object"), (["--reward", "no_such_module:f"], "No module named 'no_such_module'"),
-    (["--reward", "math:nothing"], "nothing"), (["--reward", "typo"], "--reward typo: neither exact, gsm8k, boxed nor"),
-    (["--reward", "test_dppo:two_values"], "reward function two_values returned 7 values for 2 completions"),
-    (["--reward", "math:sqrt"], "reward function sqrt failed"), (["--output_dir", SCRIPT / "x"], "cannot be written"), (["--temperature", "0"], "temperature")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--prompt_prune_rate", "1"], "prompt_prune_rate must lie in [0, 1), got 1.0"),
+        (["--completion_prune_rate", "-0.1"], "completion_prune_rate"),
+        (["--prompt_prune_rate", "nan"], "prompt_prune_rate"),
+        (["--group_size", "1"], "group_size must be at least 2"),
+        (["--method", "ppo"], "invalid choice: 'ppo'"),
+        (["--slot_tokens", "30"], "slot_tokens 30 is less than the longest sequence, 43 tokens"),
+        (["--micro_batch_tokens", "30"], "micro_batch_tokens 30"),
+        (["--nonsense", "1"], "unrecognized arguments: --nonsense"),
+        (["--model", "x"], "--model needs --dataset"),
+        (["--system_prompt", "x"], "--system_prompt needs --model"),
+        (["--seed", "-1"], "--seed"),
+        (["--learning_rate", "inf"], "--learning_rate"),
+        (["--slot_tokens", "64", "--micro_batch_tokens", "50"], "micro_batch_tokens must hold a slot"),
+        (["--reward", "test_dppo:HOSTILE"], "is not callable"),
+        (["--reward", "test_dppo:not_a_number"], "reward function not_a_number returned a value that is not finite"),
+        (["--reward", "test_dppo:no_opinion"], "can grade none of the first 100 answers"),
+        (["--chat_template_kwargs", "[1]"], "JSON object"),
+        (["--chat_template_kwargs", "{"], "JSON object"),
+        (["--reward", "no_such_module:f"], "No module named 'no_such_module'"),
+        (["--reward", "math:nothing"], "nothing"),
+        (["--reward", "typo"], "--reward typo: neither exact, gsm8k, boxed nor"),
+        (["--reward", "test_dppo:two_values"], "reward function two_values returned 7 values for 200 completions"),
+        (["--reward", "math:sqrt"], "reward function sqrt failed"),
+        (["--output_dir", SCRIPT / "x"], "cannot be written"),
+        (["--temperature", "0"], "temperature"),
+    ],
+)
 def test_bad_input_is_told_in_one_line_before_any_model_is_loaded(args, message, monkeypatch, capsys):
     monkeypatch.setattr(dppo, "warm_started", None)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
@@ -667,12 +884,37 @@ def two_values(prompts, completions, **columns):
     return [0.0] * 7
 
 
-@pytest.mark.parametrize("rows, args, message", [
-    (None, [], "cannot be loaded"), ([], [], "data"), ([{"text": "1", "label": "2"}], [], "no column prompt or question or problem in the dataset, but text, label"),
-    ([{"prompt": "1", "label": "2"}], [], "no column answer or solution"), ([{"prompt": "1", "answer": "1"}], ["--prompt_column", "q"], "no column q"),
-    ([{"prompt": "1" * 600, "answer": "1"}], [], "all prompts are empty or longer than --max_prompt_tokens 512"),
-    ([{"prompt": "1", "answer": "1"}], ["--dataset_split", "test"], "has train, but not the split: 'test'"),
-    ([{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}], [], "row 0: prompt is neither text nor, with a chat template, messages")])
+def not_a_number(prompts, completions, **columns):
+    return [math.inf] * len(prompts)
+
+
+def no_opinion(prompts, completions, **columns):
+    return [None] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    "rows, args, message",
+    [
+        (None, [], "cannot be loaded"),
+        ([], [], "cannot be loaded, or is empty"),
+        ([{"prompt": "1", "answer": "B"}], [], "--reward gsm8k can grade none of the first 1 answers"),
+        ([{"prompt": "1", "answer": "1"}], ["--eval_dataset", "a:b:c:d"], "--eval_dataset a:b:c:d is not path"),
+        ([{"text": "1", "label": "2"}], [], "no column prompt or question or problem in the dataset, but text, label"),
+        ([{"prompt": "1", "label": "2"}], [], "no column answer or solution"),
+        ([{"prompt": "1", "answer": "1"}], ["--prompt_column", "q"], "no column q"),
+        ([{"prompt": "1" * 600, "answer": "1"}], [], "all prompts are empty or longer than --max_prompt_tokens 512"),
+        (
+            [{"prompt": "1", "answer": "1"}],
+            ["--dataset_split", "test"],
+            "has train, but not the split: KeyError 'test'",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}],
+            [],
+            "row 0: prompt is neither text nor, with a chat template, messages",
+        ),
+    ],
+)
 def test_bad_datasets_are_told_in_one_line(rows, args, message, model_folder, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     path = tmp_path / "data.jsonl" if rows is None else write_rows(tmp_path / "data.jsonl", rows)
@@ -681,27 +923,50 @@ def test_bad_datasets_are_told_in_one_line(rows, args, message, model_folder, mo
 
 def test_columns_are_found_by_name_and_answers_go_by_both_names(model_folder, tmp_path):
     rows = [{"question": "12", "solution": "3", "level": 5}, {"question": "1" * 40, "solution": "4", "level": 6}]
-    config = Config(model=str(model_folder), dataset=write_rows(tmp_path / "a.jsonl", rows * 5), max_prompt_tokens=20, system_prompt="7")
+    config = Config(
+        model=str(model_folder),
+        dataset=write_rows(tmp_path / "a.jsonl", rows * 5),
+        max_prompt_tokens=20,
+        system_prompt="7",
+    )
     train, evals, tokenizer = dppo.load_data(config)
     assert len(train) + len(evals["held out"]) == 5 and len(evals["held out"]) == 1
-    assert train[0] == {"question": "12", "prompt": "7\n\n12", "prompt_ids": tokenizer("7\n\n12")["input_ids"], "solution": "3", "answer": "3", "level": 5}
+    assert train[0] == {
+        "question": "12",
+        "prompt": "7\n\n12",
+        "prompt_ids": tokenizer("7\n\n12")["input_ids"],
+        "solution": "3",
+        "answer": "3",
+        "level": 5,
+    }
     other = replace(config, prompt_column="solution", answer_column="question", system_prompt="")
     assert {e["prompt"] + e["answer"][:2] for e in dppo.load_data(other)[0]} == {"312", "411"}
 
 
 def test_chat_prompts_verl_s_layout_and_parquet(model_folder, tmp_path):
     import datasets
+
     messages = [{"role": "user", "content": "12"}]
-    rows = datasets.Dataset.from_list([{"prompt": messages, "reward_model": {"ground_truth": "21", "style": "rule"}}] * 6)
+    rows = datasets.Dataset.from_list(
+        [{"prompt": messages, "reward_model": {"ground_truth": "21", "style": "rule"}}] * 6
+    )
     rows.to_parquet(str(tmp_path / "verl.parquet"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "chat")
-    config = Config(model=str(tmp_path / "chat"), dataset=str(tmp_path / "verl.parquet"), system_prompt="9",
-                    eval_dataset=f"{tmp_path / 'verl.parquet'}:train", chat_template_kwargs='{"enable_thinking": false}')
+    config = Config(
+        model=str(tmp_path / "chat"),
+        dataset=str(tmp_path / "verl.parquet"),
+        system_prompt="9",
+        eval_dataset=f"{tmp_path / 'verl.parquet'}:train",
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
     train, evals, tokenizer = dppo.load_data(config)
     assert len(train) == 6 and [len(e) for e in evals.values()] == [6]
-    assert train[0]["prompt"] == [{"role": "system", "content": "9"}, *messages] and train[0]["answer"] == train[0]["solution"] == "21"
+    assert (
+        train[0]["prompt"] == [{"role": "system", "content": "9"}, *messages]
+        and train[0]["answer"] == train[0]["solution"] == "21"
+    )
     assert tokenizer.decode(train[0]["prompt_ids"]) == "9120="
     text = write_rows(tmp_path / "text.jsonl", [{"problem": "34", "answer": "43"}] * 6)
     train, _, _ = dppo.load_data(replace(config, dataset=text, eval_dataset="", system_prompt=""))
@@ -714,36 +979,84 @@ def test_rewards_get_trl_s_arguments_and_none_is_not_gradable():
     def reward(prompts, completions, answer, solution, **columns):
         calls.append((prompts, completions, answer, solution, columns))
         return [None, 1, 0.5, True]
+
     task.reward = reward
-    examples = [{"prompt": "12=", "prompt_ids": [1], "answer": "12", "solution": "12", "level": 1},
-                {"prompt": [{"role": "user", "content": "3"}], "prompt_ids": [2], "answer": "3", "solution": "3", "level": 2}]
+    examples = [
+        {"prompt": "12=", "prompt_ids": [1], "answer": "12", "solution": "12", "level": 1},
+        {"prompt": [{"role": "user", "content": "3"}], "prompt_ids": [2], "answer": "3", "solution": "3", "level": 2},
+    ]
     rewards = dppo.score_completions(task, examples, [[[3, 4, 1], [5]], [[6, 1], [7, 7]]])
     assert torch.equal(rewards.nan_to_num(-1), torch.tensor([[-1.0, 1.0], [0.5, 1.0]], dtype=torch.float64))
     assistant = [[{"role": "assistant", "content": "3"}], [{"role": "assistant", "content": "44"}]]
-    assert calls[0] == (["12=", "12=", *[[{"role": "user", "content": "3"}]] * 2], ["01", "2", *assistant],
-                        ["12", "12", "3", "3"], ["12", "12", "3", "3"], {"level": [1, 1, 2, 2]})
+    assert calls[0] == (
+        ["12=", "12=", *[[{"role": "user", "content": "3"}]] * 2],
+        ["01", "2", *assistant],
+        ["12", "12", "3", "3"],
+        ["12", "12", "3", "3"],
+        {"level": [1, 1, 2, 2]},
+    )
 
 
 # ---- Runs -------------------------------------------------------------------------------------------------------------
 
-METRICS = {"step", "epoch", "reward", "prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained", "slot_density",
-           "weight_max", "effective_sample_size", "grad_norm", "entropy", "kl", "clip_fraction", "completion_length",
-           "truncated_fraction", "zero_variance_fraction", "rollout_seconds", "train_seconds"}
+METRICS = {
+    "step",
+    "epoch",
+    "reward",
+    "prompts_seen",
+    "prompts_rolled",
+    "completions_trained",
+    "tokens_trained",
+    "slot_density",
+    "weight_max",
+    "effective_sample_size",
+    "grad_norm",
+    "entropy",
+    "kl",
+    "clip_fraction",
+    "completion_length",
+    "truncated_fraction",
+    "zero_variance_fraction",
+    "rollout_seconds",
+    "train_seconds",
+}
 
 
 def without_times(path: Path) -> list[dict]:
     return [{k: v for k, v in record.items() if not k.endswith("_seconds")} for record in read_lines(path)]
 
 
-@pytest.mark.parametrize("method, objective, beta, inner_epochs", [("dppo", "grpo", 0.0, 1), ("grpo", "dr_grpo", 0.0, 1),
-                                                                   ("grpo-skip", "grpo", 0.0, 1), ("dppo", "dr_grpo", 0.05, 2)])
+@pytest.mark.parametrize(
+    "method, objective, beta, inner_epochs",
+    [
+        ("dppo", "grpo", 0.0, 1),
+        ("grpo", "dr_grpo", 0.0, 1),
+        ("grpo-skip", "grpo", 0.0, 1),
+        ("dppo", "dr_grpo", 0.05, 2),
+    ],
+)
 def test_the_same_seed_gives_the_same_metrics(method, objective, beta, inner_epochs, tmp_path):
     def run(name, seed):
         task = tiny_task()
-        task.reward = lambda prompts, completions, **_: [None if "88" in p else float(len(c) > 4) for p, c in zip(prompts, completions)]
-        dppo.train(Config(method=method, objective=objective, beta=beta, inner_epochs=inner_epochs, steps=8, prompts_per_step=8, seed=seed,
-                          learning_rate=1e-3, output_dir=str(tmp_path / name)), task)
+        task.reward = lambda prompts, completions, **_: [
+            None if "88" in p else float(len(c) > 4) for p, c in zip(prompts, completions)
+        ]
+        dppo.train(
+            Config(
+                method=method,
+                objective=objective,
+                beta=beta,
+                inner_epochs=inner_epochs,
+                steps=8,
+                prompts_per_step=8,
+                seed=seed,
+                learning_rate=1e-3,
+                output_dir=str(tmp_path / name),
+            ),
+            task,
+        )
         return without_times(tmp_path / name / "metrics.jsonl")
+
     first, again, other = run("first", 0), run("again", 0), run("other", 1)
     assert first == again != other
     assert set(first[0]) >= METRICS - {"rollout_seconds", "train_seconds"}
@@ -751,18 +1064,27 @@ def test_the_same_seed_gives_the_same_metrics(method, objective, beta, inner_epo
     assert read_lines(tmp_path / "first" / "samples.jsonl")
 
 
-def test_a_batch_of_equal_rewards_trains_nothing_and_is_recorded(tmp_path):
+@pytest.mark.parametrize("method", ["dppo", "grpo"])
+def test_a_batch_of_equal_rewards_trains_nothing_and_is_recorded(method, tmp_path):
     task = tiny_task()
     task.reward = lambda prompts, completions, **_: [1.0] * len(prompts)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
-    dppo.train(Config(steps=8, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
+    dppo.train(Config(method=method, steps=8, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
-    assert all(r["completions_trained"] == 0 and r["reward"] == 1 and r["zero_variance_fraction"] == 1 for r in read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert all(
+        r["completions_trained"] == 0 and r["reward"] == 1 and r["zero_variance_fraction"] == 1
+        for r in read_lines(tmp_path / "run" / "metrics.jsonl")
+    )
 
 
 def command_line(*args, **environment) -> str:
     """Standard output of python dppo.py with these arguments."""
-    result = subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, env={**os.environ, **environment})
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
 
@@ -780,19 +1102,44 @@ def test_the_plain_command_raises_accuracy_and_writes_every_file(tmp_path):
     assert sum(r["prompts_rolled"] for r in later) < 0.9 * sum(r["prompts_seen"] for r in later)
     assert sum(r["completions_trained"] for r in later) < 0.7 * 8 * sum(r["prompts_rolled"] for r in later)
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
-    assert all({"prompt", "completion", "reward", "advantage", "keep_probability", "weight"} <= set(sample) for sample in samples)
+    assert all(
+        {"prompt", "completion", "reward", "advantage", "keep_probability", "weight"} <= set(sample)
+        for sample in samples
+    )
     for sample in samples:
         assert sample["weight"] == 0 or abs(sample["weight"] * sample["keep_probability"] - 1) < 1e-9
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([3, 4, 1], skip_special_tokens=True) == "01"
-    assert printed.startswith("accuracy 0.") and len(printed.splitlines()) == 2
-    assert [p.suffix for p in (tmp_path / "cache" / "dppo").iterdir()] == [""]  # the warm start, whole, and nothing else
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode(
+            [3, 4, 1], skip_special_tokens=True
+        )
+        == "01"
+    )
+    assert printed.startswith("accuracy 0.") and "next:" in printed and len(printed.splitlines()) == 2
+    assert [p.suffix for p in (tmp_path / "cache" / "dppo").iterdir()] == [
+        ""
+    ]  # the warm start, whole, and nothing else
 
 
 def test_a_model_and_dataset_from_disk_train_and_evaluate_with_the_same_code(model_folder, tmp_path):
-    data = write_rows(tmp_path / "data.jsonl", [{"question": f"{a}{b}", "answer": f"#### {b}"} for a in range(2, 10) for b in range(10)])
-    common = ["--model", model_folder, "--dataset", data, "--eval_dataset", f"{data}:train,{data}", "--eval_prompts", 5, "--max_completion_tokens", 6,
-              "--prompts_per_step", 16]
+    data = write_rows(
+        tmp_path / "data.jsonl",
+        [{"question": f"{a}{b}", "answer": f"#### {b}"} for a in range(2, 10) for b in range(10)],
+    )
+    common = [
+        "--model",
+        model_folder,
+        "--dataset",
+        data,
+        "--eval_dataset",
+        f"{data}:train,{data}",
+        "--eval_prompts",
+        5,
+        "--max_completion_tokens",
+        6,
+        "--prompts_per_step",
+        16,
+    ]
     command_line(*common, "--steps", 6, "--output_dir", tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {k: v["prompts"] for k, v in summary["after"].items() if k != "accuracy"} == {f"{data}:train": 5, data: 5}
@@ -800,7 +1147,18 @@ def test_a_model_and_dataset_from_disk_train_and_evaluate_with_the_same_code(mod
     own = transformers.GenerationConfig.from_pretrained(tmp_path / "run" / "model")
     assert own.top_k != 0 and own.max_new_tokens is None  # the model's own, not the rollouts'
     command_line(*common, "--steps", 0, "--output_dir", tmp_path / "evaluation")
-    assert not (tmp_path / "evaluation" / "model").exists() and not read_lines(tmp_path / "evaluation" / "metrics.jsonl")
+    assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["summary.json"]
+
+
+def test_a_reward_that_fails_in_the_middle_loses_neither_the_model_nor_the_metrics(tmp_path):
+    task, calls = tiny_task(), []
+    task.reward = lambda prompts, completions, **_: (
+        [float(len(c) > 3) for c in completions] if calls.append(1) or len(calls) < 5 else 1 / 0
+    )
+    with pytest.raises(InputError, match="reward function <lambda> failed: ZeroDivisionError"):
+        dppo.train(Config(steps=8, prompts_per_step=4, output_dir=str(tmp_path / "run")), task)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
 def test_an_output_dir_that_holds_a_run_is_refused(tmp_path, monkeypatch, capsys):
