@@ -604,11 +604,11 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
 def check_packing(model, examples: list[dict]) -> None:
     """Raises InputError where log-probabilities in a slot are not those of the model alone, because it scales or caps
     its logits after the head or has layers that look past a boundary."""
-    sequences = [(e["prompt_ids"], e["prompt_ids"]) for e in examples]
+    sequences = [(e["prompt_ids"], e["prompt_ids"][:8]) for e in examples]
     packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
     alone = [model(torch.tensor([p + c], device=model.device)).logits[0, len(p) - 1:-1].float().log_softmax(-1)[
         range(len(c)), c] for p, c in sequences]
-    if (packed - torch.cat(alone)).abs().max() > (1e-3 if DTYPE == torch.float32 else 0.3):
+    if (packed - torch.cat(alone)).abs().max() > (1e-3 if model.dtype == torch.float32 else 0.3):
         raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those "
                          "of its head, or change with the neighbours in a slot")
 
