@@ -222,6 +222,26 @@ def test_expected_gradient_through_training_by_monte_carlo():
     assert abs(samples.mean() - 1) / (samples.std() / len(samples) ** 0.5) < 4
 
 
+@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
+def test_policy_loss_is_its_formula_token_by_token(objective, beta):
+    config = Config(objective=objective, beta=beta, clip_low=0.1, clip_high=0.3, max_completion_tokens=9)
+    generator, lengths = torch.Generator().manual_seed(0), [3, 1, 7, 4]
+    new, old, ref = -3 * torch.rand(3, sum(lengths), generator=generator, dtype=torch.float64)
+    advantages, weights = torch.tensor([[1.5, -0.5, -2.0, 0.7], [2.0, 1.0, 3.0, 0.5]], dtype=torch.float64)
+    loss, (clipped, kl) = dppo.policy_loss(new, old, ref, torch.tensor(lengths), advantages, weights, 12, config)
+    expected, expected_clipped, expected_kl, t = 0.0, 0, 0.0, 0
+    for i, length in enumerate(lengths):
+        for _ in range(length):
+            ratio, a = math.exp(new[t] - old[t]), advantages[i].item()
+            low, high = (min(max(ratio, 0.9), 1.3) * a, ratio * a)
+            k3 = math.exp(ref[t] - new[t]) - (ref[t] - new[t]).item() - 1 if beta else 0.0
+            expected += weights[i].item() / (length if objective == "grpo" else 9) * (beta * k3 - min(low, high)) / 12
+            expected_clipped += low < high
+            expected_kl += k3
+            t += 1
+    assert abs(loss - expected) < 1e-12 and clipped == expected_clipped > 3 and abs(kl - expected_kl) < 1e-9
+
+
 # ---- What breaks it is caught -----------------------------------------------------------------------------------------
 
 
@@ -419,27 +439,56 @@ def test_survivors_never_exceed_the_batch():
             assert len(window) >= 16 and (weights > 0).sum() <= 16
 
 
-def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep_theirs(monkeypatch, tmp_path):
-    windows, real_window, real_advantages, visits = [], dppo.grow_window, dppo.group_advantages, []
-    monkeypatch.setattr(
-        dppo,
-        "grow_window",
-        lambda order, history, *a: windows.append((history.clone(), w := real_window(order, history, *a))) or w,
-    )
-    monkeypatch.setattr(dppo, "group_advantages", lambda *a, **k: visits.append(v := real_advantages(*a, **k)) or v)
-    task = tiny_task()
+def spied_run(monkeypatch, tmp_path, **settings) -> list[dict]:
+    """Thirty steps of training -> for each its history before, window, rolled-out prompts, advantages and weights."""
+    steps, task = [], tiny_task()
     task.reward = lambda prompts, completions, **_: [
         float(len(c) > 3 or "1" in p) for p, c in zip(prompts, completions)
     ]
-    dppo.train(Config(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
-    pruned = 0
-    for (before, window), (after, _), advantages in zip(windows, windows[1:], visits):
-        changed = ~torch.isclose(before, after, equal_nan=True)
-        assert set(changed.nonzero().flatten().tolist()) <= set(window.tolist())
-        fresh = advantages.abs().mean(1).tolist()
-        assert all(any(abs(v - f) < 1e-12 for f in fresh) for v in after[changed].tolist())
-        pruned += len(window) - len(advantages)
-    assert pruned > 20 and not windows[-1][0].isnan().any()
+    window, roll, advantages, update = dppo.grow_window, dppo.rollout, dppo.group_advantages, dppo.train_step
+
+    def grow_window(order, history, *args):
+        steps.append({"history": history.clone(), "window": window(order, history, *args)})
+        return steps[-1]["window"]
+
+    def rollout(task, examples, *args):
+        if steps:  # not the evaluation before the first step
+            steps[-1]["rolled"] = [next(i for i, e in enumerate(task.train) if e is example) for example in examples]
+        return roll(task, examples, *args)
+
+    def group_advantages(*args, **kwargs):
+        steps[-1]["advantages"] = advantages(*args, **kwargs)
+        return steps[-1]["advantages"]
+
+    def train_step(*args):
+        steps[-1]["weights"] = args[4].view(-1, 8)
+        return update(*args)
+
+    for function in (grow_window, group_advantages, train_step, rollout):
+        monkeypatch.setattr(dppo, function.__name__, function)
+    task.evals = {}
+    dppo.train(Config(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run"), **settings), task)
+    return steps
+
+
+def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep_theirs(monkeypatch, tmp_path):
+    steps, pruned = spied_run(monkeypatch, tmp_path), 0
+    for step, following in itertools.pairwise(steps):
+        expected = step["history"].clone()
+        expected[step["rolled"]] = step["advantages"].abs().mean(dim=1)
+        assert torch.equal(expected.nan_to_num(-1), following["history"].nan_to_num(-1))
+        pruned += len(step["window"]) - len(step["rolled"])
+    assert pruned > 20 and not steps[-1]["history"].isnan().any()
+
+
+def test_completions_of_a_kept_prompt_carry_its_weight(monkeypatch, tmp_path):
+    heavy = 0
+    for step in spied_run(monkeypatch, tmp_path, completion_prune_rate=0.0):
+        pi = dict(zip(step["window"].tolist(), keep_probabilities(step["history"][step["window"]], 0.7).tolist()))
+        for prompt, advantages, weights in zip(step["rolled"], step["advantages"], step["weights"]):
+            assert torch.allclose(weights, (advantages != 0).double() / pi[prompt])
+            heavy += pi[prompt] < 1 and advantages.any()
+    assert heavy > 5
 
 
 # ---- Advantages -------------------------------------------------------------------------------------------------------
@@ -613,18 +662,22 @@ QWEN_GENERATION = dict(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_frequencies_match_the_probabilities_that_are_trained(temperature):
-    task = tiny_task()
+    task, draws = tiny_task(), 8000
+    task.model = tiny_model(
+        torch.float32, vocab_size=80, initializer_range=0.1
+    )  # more than the 50 of generate's own top_k
     task.model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
     prompt = [5, 4, 3, 7]
     config = Config(temperature=temperature, max_completion_tokens=1, rollout_batch_size=1000)
     torch.manual_seed(0)
-    first = Counter(ids[0] for ids in dppo.rollout(task, [{"prompt_ids": prompt}], 6000, config)[0])
-    trained = [
-        dppo.completion_logprobs(task.model, [(prompt, [token])], [[0]], temperature)[0].item() for token in range(13)
-    ]
-    expected = [6000 * math.exp(logprob) for logprob in trained]
-    chi_square = sum((first[token] - e) ** 2 / e for token, e in enumerate(expected))
-    assert min(expected) > 1 and chi_square < 39.1  # 12 degrees of freedom, p = 1e-4
+    first = Counter(ids[0] for ids in dppo.rollout(task, [{"prompt_ids": prompt}], draws, config)[0])
+    with torch.no_grad():
+        trained = [
+            dppo.completion_logprobs(task.model, [(prompt, [token])], [[0]], temperature)[0] for token in range(80)
+        ]
+    expected = draws * torch.cat(trained).exp()
+    chi_square = ((torch.tensor([first[token] for token in range(80)]) - expected) ** 2 / expected).sum()
+    assert expected.min() > 5 and chi_square < 131  # 79 degrees of freedom, p = 2e-4
     assert task.model.generation_config.top_k == 3  # its own again
 
 
