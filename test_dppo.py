@@ -37,23 +37,21 @@ def tiny_model(dtype=torch.float64, device="cpu", **config):
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            **{
-                **dict(
-                    vocab_size=13,
-                    hidden_size=16,
-                    intermediate_size=32,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
-                    num_key_value_heads=1,
-                    head_dim=8,
-                    max_position_embeddings=256,
-                    initializer_range=0.3,
-                    tie_word_embeddings=True,
-                    pad_token_id=0,
-                    eos_token_id=1,
-                ),
-                **config,
-            }
+            **dict(
+                vocab_size=13,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                max_position_embeddings=256,
+                initializer_range=0.3,
+                tie_word_embeddings=True,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+            | config
         )
     )
     return model.to(device, dtype).eval()
@@ -304,16 +302,10 @@ def test_looking_on_until_enough_prompts_survive_is_biased():
 
 
 def test_the_loss_is_divided_by_all_candidates_before_pruning(monkeypatch, tmp_path):
-    totals, windows, real_step, real_window = [], [], dppo.train_step, dppo.grow_window
-    monkeypatch.setattr(dppo, "train_step", lambda *args: totals.append(args[5]) or real_step(*args))
-    monkeypatch.setattr(dppo, "grow_window", lambda *args: windows.append(w := real_window(*args)) or w)
-    task = tiny_task()
-    task.reward = lambda prompts, completions, **_: [
-        float(len(c) > 2 or "1" in p) for p, c in zip(prompts, completions)
-    ]
-    dppo.train(Config(steps=12, prompts_per_step=8, group_size=4, output_dir=str(tmp_path / "run")), task)
+    steps = spied_run(monkeypatch, tmp_path, group_size=4)
     records = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert totals == [4 * len(window) for window in windows] == [4 * record["prompts_seen"] for record in records]
+    assert [step["total"] for step in steps] == [4 * len(step["window"]) for step in steps]
+    assert [step["total"] for step in steps] == [4 * record["prompts_seen"] for record in records]
     assert sum(record["prompts_seen"] for record in records) > sum(record["prompts_rolled"] for record in records)
 
 
@@ -440,7 +432,7 @@ def test_survivors_never_exceed_the_batch():
 
 
 def spied_run(monkeypatch, tmp_path, **settings) -> list[dict]:
-    """Thirty steps of training -> for each its history before, window, rolled-out prompts, advantages and weights."""
+    """Thirty steps of training -> for each its history before, window, rolled-out prompts, advantages, weights and total."""
     steps, task = [], tiny_task()
     task.reward = lambda prompts, completions, **_: [
         len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)
@@ -461,7 +453,7 @@ def spied_run(monkeypatch, tmp_path, **settings) -> list[dict]:
         return steps[-1]["advantages"]
 
     def train_step(*args):
-        steps[-1]["weights"] = args[4].view(-1, 8)
+        steps[-1] |= {"weights": args[4].view_as(steps[-1]["advantages"]), "total": args[5]}
         return update(*args)
 
     for function in (grow_window, group_advantages, train_step, rollout):
