@@ -6,12 +6,14 @@ out prompts before the rollout and completions after it, and divides what it kee
 that the expected gradient is that of full GRPO. The rest is packed densely into slots of a fixed length.
 
     python dppo.py                  trains a small embedded model, offline, in a minute or two on a laptop's CPU
-    python dppo.py --method grpo    the same without pruning, to compare
+    python dppo.py --compare grpo,grpo-skip,cppo,greso,dppo,dppo-optimal
+                                    every method from the same start, and a table
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --dataset_config main \\
         --chat_template_kwargs '{"enable_thinking": false}' --eval_dataset openai/gsm8k:main:test
 
 With the paper in the other hand, read from group_advantages, at the end of 4 Rollout, through 5 Pruning, 6 Packing and
-7 Update to training_loop, the method on one screen. 1 Config, 2 Rewards and 3 Task are what every such script needs.
+7 Update to training_loop, the method on one screen. 1 Config, 2 Rewards and 3 Task are what every such script needs;
+9 Comparison measures what the paper claims.
 Symbols: N candidate prompts of a step, B of them rolled out, G completions of each, M completions trained, T their
 tokens, A advantages, pi = 1 - P the probability of being kept, w = 1/pi the importance weight. "Our reading" marks what
 the paper leaves open and this file decides.
@@ -32,10 +34,11 @@ import time
 from argparse import SUPPRESS
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
-from itertools import count, islice, product
+from itertools import accumulate, count, islice, product
 from pathlib import Path
+from statistics import median, median_low
 from typing import Literal
 
 import torch
@@ -70,21 +73,25 @@ def attempt(what: str, call: Callable):
 LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, beta=0,
              temperature=1e-3, max_grad_norm=1e-12, clip_low=0, clip_high=0, max_prompt_tokens=1, eval_prompts=0,
              max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=1,
-             micro_batch_tokens=1, seed=0)
+             micro_batch_tokens=1, seed=0, eval_every=0, compare_seeds=1)
 # What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
-EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, max_completion_tokens=22, reward="exact")
-HUB_DEFAULTS = dict(learning_rate=1e-6, max_completion_tokens=1024, reward="gsm8k")
+EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, max_completion_tokens=22, temperature=0.7, reward="exact")
+HUB_DEFAULTS = dict(learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")
+CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # clip_low, clip_high
+METHODS = ("grpo", "grpo-skip", "cppo", "greso", "dppo", "dppo-optimal")
 
 
 @dataclass
 class Config:
     """Every setting of a run. Raises InputError for values that cannot work."""
 
-    method: Literal["dppo", "grpo", "grpo-skip"] = HfArg(
-        default="dppo", help="dppo prunes; grpo trains every completion; grpo-skip all but those with zero gradient")
-    objective: Literal["grpo", "dr_grpo"] = HfArg(default="grpo", help="how advantages and lengths are normalised")
-    prompt_prune_rate: float = HfArg(default=0.7, help="r_q, the fraction pruned of a window's low-scored prompts")
-    completion_prune_rate: float = HfArg(default=0.7, help="r_o, the fraction pruned of low-scored completions")
+    method: Literal[METHODS] = HfArg(default="dppo", help="what is pruned, and how; see 5 Pruning")
+    objective: Literal[tuple(CLIPPING)] = HfArg(default="grpo", help="advantages, normalisation, ratio; see 7 Update")
+    prompt_prune_rate: float = HfArg(default=None, help="r_q, the fraction pruned of low-scored prompts; 0.7, "
+                                     "dppo-optimal: 0.9")
+    completion_prune_rate: float = HfArg(default=0.7, help="r_o, as r_q of completions; cppo: of all")
+    compare: str = HfArg(default="", help=f"methods to run and compare in a table, such as {','.join(METHODS)}")
+    compare_seeds: int = HfArg(default=3, help="with --compare: runs of each method, from --seed on")
 
     model: str = HfArg(default="", help="causal LM on the Hub or in a folder; empty: the embedded task")
     dataset: str = HfArg(default="", help="on the Hub, a folder, or a .json, .jsonl or .parquet file")
@@ -100,19 +107,20 @@ class Config:
     eval_dataset: str = HfArg(default="", help="path, path:split or path:config:split, by commas; empty: hold some out")
     eval_prompts: int = HfArg(default=256, help="prompts of each evaluation set, at most")
     eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
+    eval_every: int = HfArg(default=0, help="steps between evaluations; 0: before and after; --compare: 20 times")
 
     steps: int = HfArg(default=200, help="rollouts to train on; 0 only evaluates")
-    prompts_per_step: int = HfArg(default=32, help="prompts rolled out in a step, at most")
+    prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most; cppo, greso: more")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
     learning_rate: float = HfArg(default=None, help="constant after the warm-up; embedded: 1e-4, else 1e-6")
     warmup_steps: int = HfArg(default=10, help="steps in which the learning rate rises linearly")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is clipped to this norm")
-    clip_low: float = HfArg(default=0.2, help="the ratio is clipped below 1 - clip_low")
-    clip_high: float = HfArg(default=0.2, help="the ratio is clipped above 1 + clip_high")
+    clip_low: float = HfArg(default=None, help="the ratio is clipped below 1 - clip_low; 0.2, gspo: 3e-4")
+    clip_high: float = HfArg(default=None, help="the ratio is clipped above 1 + clip_high; 0.2, dapo: 0.28, gspo: 4e-4")
     beta: float = HfArg(default=0.0, help="weight of the KL divergence from the initial model")
 
-    temperature: float = HfArg(default=1.0, help="of rollouts, and of the log-probabilities that are trained")
+    temperature: float = HfArg(default=None, help="of rollouts and trained log-probabilities; embedded: 0.7, else 1")
     max_completion_tokens: int = HfArg(default=None, help="completions are cut here; embedded: 22, else 1024")
     rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate, at most")
     slot_tokens: int = HfArg(default=0, help="capacity of a slot; 0: the longest sequence of the step")
@@ -123,7 +131,9 @@ class Config:
     output_dir: str = HfArg(default="", help="the run's own folder; empty: a new one under runs/")
 
     def __post_init__(self):
-        for name, value in (HUB_DEFAULTS if self.model else EMBEDDED_DEFAULTS).items():
+        low, high = CLIPPING[self.objective]
+        defaults = dict(clip_low=low, clip_high=high, prompt_prune_rate=0.9 if self.method == "dppo-optimal" else 0.7)
+        for name, value in (defaults | (HUB_DEFAULTS if self.model else EMBEDDED_DEFAULTS)).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         for name, least in LEAST.items():
@@ -139,6 +149,12 @@ class Config:
             raise InputError("--model needs --dataset")
         if self.slot_tokens > self.micro_batch_tokens:
             raise InputError(f"--micro_batch_tokens must hold a slot, --slot_tokens {self.slot_tokens}")
+        if self.compare and not {"grpo"} <= set(self.compare.split(",")) <= set(METHODS):
+            raise InputError(f"--compare takes methods by commas, grpo among them, of {', '.join(METHODS)}")
+        if self.compare:
+            self.eval_every = self.eval_every or max(1, math.ceil(self.steps / 20))
+            if self.steps < 3 * self.eval_every:
+                raise InputError("--compare needs 3 evaluations of each run: more --steps, or a smaller --eval_every")
         attempt("--chat_template_kwargs must be a JSON object", lambda: dict(**json.loads(self.chat_template_kwargs)))
 
 
@@ -351,7 +367,7 @@ def to_examples(rows, config: Config, tokenizer) -> list[dict]:
 # The embedded task: sort the digits of a string. For each class of difficulty: its share of the prompts, how many
 # digits, how often a digit of a demonstration is wrong, and its share of the demonstrations. Easy prompts are nearly
 # always solved before training and hard ones never, as in real datasets; that is what pruning is for.
-SORTING = {"easy": (0.4, (2, 4), 0.0, 0.50), "middle": (0.4, (9, 12), 0.1, 0.45), "hard": (0.2, (17, 20), 0.5, 0.05)}
+SORTING = {"easy": (0.4, (2, 3), 0.0, 0.45), "middle": (0.2, (9, 12), 0.2, 0.45), "hard": (0.4, (17, 20), 0.5, 0.10)}
 WARM_START = dict(steps=400, batch_size=64, learning_rate=2e-3)
 SORTER = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
               head_dim=32, max_position_embeddings=64, tie_word_embeddings=True)
@@ -365,7 +381,7 @@ def sorting_example(name: str, rng: random.Random, tokenizer) -> dict:
 
 
 def sorting_data(config: Config):
-    """As load_data, for the embedded task: 512 prompts, an evaluation set a class, and a token for each character."""
+    """As load_data, for the embedded task: 256 prompts, an evaluation set a class, and a token for each character."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", "=", *"0123456789"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
@@ -373,9 +389,10 @@ def sorting_data(config: Config):
         tokenizer_object=characters, pad_token="<pad>", eos_token="<end>", padding_side="left")
     rng, train, evals = random.Random(config.seed), [], {}
     for name, (share, *_) in SORTING.items():
-        train += [sorting_example(name, rng, tokenizer) for _ in range(round(512 * share))]
+        train += [sorting_example(name, rng, tokenizer) for _ in range(round(256 * share))]
         drawn = (sorting_example(name, rng, tokenizer) for _ in count())
-        evals[name] = list(islice((e for e in drawn if e not in train), round(config.eval_prompts * share)))
+        evals[name] = list(islice((e for e in drawn if e not in train), config.eval_prompts // len(SORTING)))
+    rng.shuffle(train)
     return train, evals, tokenizer
 
 
@@ -389,7 +406,7 @@ def warm_started(tokenizer) -> Path:
     if folder.exists():
         return folder
     transformers.set_seed(0)
-    rng, config = random.Random(0), Config(learning_rate=WARM_START["learning_rate"])
+    rng, config = random.Random(0), Config(learning_rate=WARM_START["learning_rate"], temperature=1.0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SORTER))
     optimizer = make_optimizer(model, config)
@@ -462,7 +479,21 @@ def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.
     return advantages.masked_fill(no_signal, 0.0)
 
 
-# ---- 5. Pruning: the paper's hierarchical importance-weighted pruning ------------------------------------------------
+# ---- 5. Pruning: the paper's hierarchical importance-weighted pruning, and the methods it is compared with -----------
+#
+# A rule is a vector of keep probabilities, known before the draw. dppo and dppo-optimal weigh what they keep by 1/pi
+# and divide by all candidates, which is unbiased; cppo and greso weigh it by 1 and average over it, which is not.
+#
+#                  prompts, before the rollout                        completions, after it
+#   grpo           all                                                all
+#   grpo-skip      all                                                those with a gradient; as in all that follow
+#   cppo           all, and B/(1 - r) of them in place of B           of all, the fraction 1 - r with the largest |A|
+#   greso          p^z, until B groups have unequal rewards           all of those groups
+#   dppo           |A| at the last visit, low ones thinned by r       |A|, low ones thinned by r
+#   dppo-optimal   in proportion to the |A| predicted                 in proportion to |A| times the prompt's weight
+#
+# Here B is prompts_per_step. Two readings of ours: cppo averages over those of its fraction that have a gradient, and
+# greso draws systematically where the original flips coins with the same probabilities.
 
 def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
     """(n,) scores -> (n,) float64 keep probabilities pi; the paper's pruning probability is P = 1 - pi.
@@ -501,29 +532,138 @@ def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | Non
     return weights
 
 
-def grow_window(order: torch.Tensor, history: torch.Tensor, batch_size: int, rate: float) -> torch.Tensor:
+def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
+    """(n,) scores -> (n,) float64 keep probabilities of the smallest variance: pi = min(1, c score), at least `floor`.
+
+    Our addition. Draws with probabilities pi add the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi)
+    it is least where pi is proportional to the norm |g| (Neyman allocation), and |A| is nearly that. c is such that of
+    the same positive scores as many are kept as keep_probabilities keeps at this rate, unless the floor is in the way.
+    A score of NaN has pi = 1."""
+    keep = keep_probabilities(scores, rate).sum().round()
+    scores = scores.double().nan_to_num(nan=math.inf)
+    low, high = 0.0, 1e12
+    for _ in range(100):  # bisection: the sum of pi grows with c
+        c = (low + high) / 2
+        low, high = (c, high) if (c * scores).clamp(floor, 1).sum() < keep else (low, c)
+    return (high * scores).clamp(floor, 1)
+
+
+FLOOR = 0.07  # of dppo-optimal's pi, where what looks useless may have a gradient: a level's weights stay below 15
+PRIOR = 0.05  # of the Beta prior of a prompt's success rate: most prompts are solved nearly always or nearly never
+DECAY = 0.8  # what a visit to a prompt still counts one visit later, since the policy changes
+
+
+def new_history(prompts: int) -> dict[str, torch.Tensor]:
+    """What the rules know of each prompt: see update_history; and greso's probabilities."""
+    zeros = torch.zeros(prompts, dtype=torch.float64)
+    return dict(score=zeros + math.nan, right=zeros.clone(), wrong=zeros.clone(), streak=zeros.clone(),
+                p_easy=zeros.new_tensor(0.5), p_hard=zeros.new_tensor(0.5))
+
+
+def update_history(history: dict, prompts: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor) -> None:
+    """Records a step: (B,) indices of the prompts rolled out, (B, G) rewards and advantages.
+
+    score (dppo): the mean |A| at the last visit, NaN if there was none. right, wrong (dppo-optimal): rewards, within
+    [0, 1], and what they lack of 1, summed with decay. streak (greso): latest visits in a row with equal rewards above
+    0 (all right), or, counted negative, of 0 or less (all wrong). greso's p_easy and p_hard fall by 0.01 when the share
+    of such groups in the rollout reaches its target, 1/12 and 1/6, else rise. Ungradable groups count as reward 0; of a
+    prompt that is twice in a step, at the turn of an epoch, one visit counts."""
+    rewards = rewards.masked_fill(rewards.isnan().any(dim=1, keepdim=True), 0)
+    right, equal = rewards.clamp(0, 1).sum(dim=1), (rewards == rewards[:, :1]).all(dim=1)
+    history["score"][prompts] = advantages.abs().mean(dim=1)
+    history["right"][prompts] = DECAY * history["right"][prompts] + right
+    history["wrong"][prompts] = DECAY * history["wrong"][prompts] + rewards.shape[1] - right
+    easy, hard = equal & (rewards[:, 0] > 0), equal & (rewards[:, 0] <= 0)
+    sign, streak = easy.double() - hard.double(), history["streak"][prompts]
+    history["streak"][prompts] = streak * (streak * sign > 0) + sign
+    for p, groups, target in (("p_easy", easy, 1 / 12), ("p_hard", hard, 1 / 6)):
+        history[p] = (history[p] + (-0.01 if groups.double().mean() >= target else 0.01)).clamp(0.05, 0.95)
+
+
+def predicted_advantages(history: dict, config: Config) -> torch.Tensor:
+    """(all prompts,) root mean square of the advantages to expect of a prompt's next group; NaN if never visited.
+
+    With success rate p and rewards 0 and 1 it is sqrt(p (1 - p)), or, scaled by the std, nearly 1 unless all G are
+    right or all wrong: sqrt(1 - p^G - (1-p)^G). The mean over p's Beta posterior given right and wrong is exact."""
+    a, b = PRIOR + history["right"], PRIOR + history["wrong"]
+    if config.objective == "dr_grpo":
+        square = a * b / ((a + b) * (a + b + 1))
+    else:
+        i = torch.arange(config.group_size)
+        square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
+    return square.sqrt().masked_fill(history["score"].isnan(), math.nan)
+
+
+def prompt_rule(history: dict, config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The method's keep probabilities of prompts, as a function of a window's (n,) indices -> (n,). History only."""
+    if config.method == "dppo":
+        return lambda window: keep_probabilities(history["score"][window], config.prompt_prune_rate)
+    pi = torch.ones_like(history["score"])
+    if config.method == "greso":
+        streak = history["streak"]
+        pi = (torch.where(streak > 0, history["p_easy"], history["p_hard"]) ** streak.abs()).clamp(min=0.01)
+    if config.method == "dppo-optimal":
+        pi = optimal_probabilities(predicted_advantages(history, config), config.prompt_prune_rate, FLOOR)
+    return lambda window: pi[window]
+
+
+def grow_window(order: torch.Tensor, rule: Callable, batch_size: int) -> torch.Tensor:
     """The candidate prompts of a step: the next of `order`, until one more would leave over `batch_size` after pruning.
 
-    order: (m,) prompts left in this epoch; history: (all prompts,) scores. The window's length N divides the loss, so
-    it may depend on history and order, never on the draw: drawing until enough survive would be biased. (Each window's
-    mean is unbiased. Windows of different N weigh the same in training, so over an epoch prompts in small ones count
-    more; the last of an epoch can be as small as 1.)"""
+    order: (m,) indices of prompts; rule: see prompt_rule. The window's length N divides the loss, so it may depend on
+    history and order, never on the draw: drawing until enough survive would be biased. (Each window's mean is unbiased.
+    Windows of different N weigh the same in training, so over an epoch prompts in small ones count more.)"""
     size = min(batch_size, len(order))
-    while size < len(order) and keep_probabilities(history[order[:size + 1]], rate).sum() < batch_size + 0.5:
-        size += 1  # + 0.5: the survivors are a whole number, their float sum nearly
+    while size < len(order) and rule(order[:size + 1]).sum() <= batch_size + 1e-9:
+        size += 1
     return order[:size]
 
 
-def completion_probabilities(rewards: torch.Tensor, advantages: torch.Tensor, rate: float, config: Config):
-    """(B, G) rewards and advantages -> (B, G) keep probabilities of the completions.
+def completion_probabilities(rewards, advantages, prompt_weights, config: Config) -> torch.Tensor:
+    """(B, G) rewards, (B, G) advantages and (B,) weights of the prompts -> (B, G) keep probabilities of completions.
 
     Our reading: what has no gradient is set aside first, pi = 0, at no cost in bias or variance; the low set is that of
-    the rest. Without a KL term that is A = 0 (which textbook grpo trains). Ungradable groups are left out always."""
-    has_gradient = (advantages != 0) | (config.beta > 0) | (config.method == "grpo")
-    has_gradient &= ~rewards.isnan().any(dim=1, keepdim=True)
-    pi = torch.zeros_like(advantages, dtype=torch.float64)
-    pi[has_gradient] = keep_probabilities(advantages[has_gradient].abs(), rate)
-    return pi
+    the rest. Without a KL term that is A = 0 (which textbook grpo trains; greso sets aside groups, with a KL term too).
+    Ungradable groups are left out always. For dppo-optimal a completion's score is |A| times its prompt's weight, since
+    that is how its gradient enters."""
+    has_gradient = (advantages != 0) | (config.method == "grpo") | (config.beta > 0)
+    if config.method == "greso":
+        has_gradient = (advantages != 0).any(dim=1, keepdim=True).expand_as(advantages)
+    has_gradient = has_gradient & ~rewards.isnan().any(dim=1, keepdim=True)
+    scores, rate = advantages.abs()[has_gradient], config.completion_prune_rate
+    if config.method == "dppo":
+        kept = keep_probabilities(scores, rate)
+    elif config.method == "dppo-optimal":
+        weighted = (advantages.abs() * prompt_weights[:, None])[has_gradient]
+        kept = optimal_probabilities(weighted, rate, FLOOR if config.beta > 0 else 0.0)
+    else:
+        kept = torch.ones_like(scores)
+        if config.method == "cppo":
+            kept[scores.argsort(descending=True)[math.floor((1 - rate) * advantages.numel() + 1e-9):]] = 0
+    return torch.zeros_like(advantages).masked_scatter(has_gradient, kept)
+
+
+def draw_prompts(pi: torch.Tensor, config: Config, generator: torch.Generator) -> torch.Tensor:
+    """(n,) keep probabilities of prompts -> (n,) weights, 0 where pruned; greso, which is biased, weighs by 1.
+
+    At least one is kept: where the pi sum up to less than 1, they are scaled to 1, which is known before the draw."""
+    weights = draw(pi / pi.sum().clamp(max=1), generator)
+    return weights.sign() if config.method == "greso" else weights
+
+
+def draw_completions(pi, advantages, prompt_weights, config: Config, generator) -> torch.Tensor:
+    """(B, G) keep probabilities, advantages and (B,) weights of the prompts -> (B, G) weights of both levels.
+
+    dppo-optimal draws along groups and signs of A instead of a random order, so that the sample holds its share of
+    each: neighbours have similar gradients, and of neighbours with a pi below 1/2 at most one is kept."""
+    strata = 3 * torch.arange(len(pi))[:, None] + advantages.sign()
+    order = strata.flatten().argsort() if config.method == "dppo-optimal" else None
+    return prompt_weights[:, None] * draw(pi.flatten(), generator, order).view_as(pi)
+
+
+def denominator(weights: torch.Tensor, candidates: int, config: Config) -> int:
+    """What a step's sum is divided by: N G candidates before any pruning, or by the biased methods what they kept."""
+    return int((weights > 0).sum()) if config.method in ("cppo", "greso") else candidates
 
 
 # ---- 6. Packing: the paper's Dense Prompt Packing --------------------------------------------------------------------
@@ -624,21 +764,24 @@ def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: C
     return result
 
 
-def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, total: int, config: Config):
+def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, total: float, config: Config):
     """The importance-weighted clipped surrogate of M completions with T tokens -> scalar loss, (2,) metrics sums.
 
     logprobs, old_logprobs, ref_logprobs (only with beta): (T,); lengths, advantages, weights: (M,).
         1/total sum_i w_i/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta KL_t]
-    total = N G counts the candidates before any pruning: to divide by what was kept would be biased. Z_i is the length
-    |o_i| (grpo) or the constant max_completion_tokens (dr_grpo). KL_t is estimated by k3 = 1/x - 1 + log x with
-    x = p/p_ref. The sums, over tokens: how many are clipped, and KL."""
+    total counts the candidates before any pruning, N G (with dapo, the N G m tokens to expect of them): to divide by
+    what was kept would be biased. Z_i is the length |o_i| (grpo, gspo), max_completion_tokens (dr_grpo) or 1 (dapo).
+    gspo's rho is one for all tokens of a completion, exp(mean_t log rho_t). KL_t is estimated by k3 = 1/x - 1 + log x
+    with x = p/p_ref. The sums, over tokens: how many are clipped, and KL."""
     owner = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion that a token belongs to
-    ratio = (logprobs - old_logprobs).exp()
-    surrogate = ratio * advantages[owner]
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages[owner]
+    log_ratio = logprobs - old_logprobs
+    if config.objective == "gspo":
+        log_ratio = (logprobs.new_zeros(len(lengths)).index_add(0, owner, log_ratio) / lengths)[owner]
+    surrogate = log_ratio.exp() * advantages[owner]
+    clipped = log_ratio.exp().clamp(1 - config.clip_low, 1 + config.clip_high) * advantages[owner]
     log_ref_ratio = ref_logprobs - logprobs if config.beta > 0 else torch.zeros_like(logprobs)
     kl = log_ref_ratio.exp() - 1 - log_ref_ratio
-    normalizer = lengths if config.objective == "grpo" else config.max_completion_tokens
+    normalizer = {"dr_grpo": config.max_completion_tokens, "dapo": 1}.get(config.objective, lengths)
     loss = ((config.beta * kl - torch.minimum(surrogate, clipped)) * (weights / normalizer)[owner]).sum() / total
     return loss, torch.stack([(clipped < surrogate).sum(), kl.sum()]).detach()
 
@@ -662,13 +805,13 @@ def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     return optimizer
 
 
-def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: int,
+def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: float,
                config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
     """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
 
-    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: N G;
-    old, ref: frozen_logprobs. Without `old` the policy is the one that sampled: the ratio is 1 in value, but its
-    gradient is not zero. Entropy, kl and clip_fraction are means over the trained tokens, unweighted."""
+    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: see
+    policy_loss; old, ref: frozen_logprobs. Without `old` the policy is the one that sampled: the ratio is 1 in value,
+    but its gradient is not zero. Entropy, kl and clip_fraction are means over the trained tokens, unweighted."""
     kept = weights.nonzero().squeeze(1).tolist()
     if not kept or not (advantages[kept].any() or config.beta):  # a step would move on Adam's momentum alone
         return dict.fromkeys(
@@ -696,10 +839,14 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
 # ---- 8. Training -----------------------------------------------------------------------------------------------------
 
 def evaluate(task: Task, config: Config) -> dict:
-    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
+    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them.
+
+    With random numbers of its own, the same every time: training does not depend on how often it is evaluated."""
     results, means, k = {}, [], config.eval_samples
     for name, examples in task.evals.items():
-        rewards = score_completions(task, examples, rollout(task, examples, k, config))
+        with torch.random.fork_rng([torch.cuda.current_device()] if DEVICE == "cuda" else []):
+            torch.manual_seed(0)
+            rewards = score_completions(task, examples, rollout(task, examples, k, config))
         rewards = rewards[~rewards.isnan().any(dim=1)]
         if len(rewards):
             means += rewards.mean(dim=1).tolist()
@@ -709,33 +856,35 @@ def evaluate(task: Task, config: Config) -> dict:
 
 
 def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int]) -> dict:
-    """Statistics of a step's rollout and draws. The mean reward is weighted as the prompts are, so that it speaks of
-    the whole window and can be compared between methods."""
+    """Statistics of a step's rollout and draws. The mean reward and length are weighted as the prompts are, so that
+    they speak of the whole window and can be compared between methods (but not greso's, which has no weights)."""
     gradable = ~rewards.isnan().any(dim=1)
-    rewards, prompt_weights = rewards[gradable], prompt_weights[gradable]
-    generated = [ids for group in completions for ids in group]
-    metrics = dict(reward=prompt_weights @ rewards.mean(dim=1) / prompt_weights.sum(),
-                   zero_variance_fraction=(rewards == rewards[:, :1]).all(dim=1).double().mean(),
+    lengths = torch.tensor([[len(ids) for ids in group] for group in completions], dtype=torch.float64)
+    cut = sum(ids[-1] not in ends for group in completions for ids in group)
+    metrics = dict(reward=prompt_weights[gradable] @ rewards[gradable].mean(dim=1) / prompt_weights[gradable].sum(),
+                   zero_variance_fraction=(rewards == rewards[:, :1])[gradable].all(dim=1).double().mean(),
                    ungradable_prompts=(~gradable).sum(),
-                   completion_length=sum(map(len, generated)) / len(generated),
-                   truncated_fraction=sum(ids[-1] not in ends for ids in generated) / len(generated),
+                   completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(),
+                   truncated_fraction=cut / lengths.numel(),
                    weight_max=weights.max(), effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
     return {name: torch.as_tensor(value).nan_to_num().item() for name, value in metrics.items()}  # 0/0: none
 
 
 def new_output_dir(config: Config) -> Path:
     """The run's folder, which is made only once the task is loaded. Raises InputError if it cannot be used."""
-    out = Path(config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{os.getpid()}")
+    name = "comparison" if config.compare else config.method
+    out = Path(config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}")
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"--output_dir {out} cannot be written")
-    if (out / "metrics.jsonl").exists():
+    if any(out.glob("metrics.jsonl")) or any(out.glob("*/metrics.jsonl")):
         raise InputError(f"--output_dir {out} holds another run")
     return out
 
 
 def train(config: Config, task: Task | None = None) -> dict:
-    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and model/ into its own folder."""
+    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and, but for a comparison, model/
+    into its own folder."""
     started, out = time.perf_counter(), new_output_dir(config)
     task = task or load_task(config)
     attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
@@ -745,71 +894,97 @@ def train(config: Config, task: Task | None = None) -> dict:
         try:
             training_loop(task, config, (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w"))
         finally:  # also when it is interrupted, or a reward function fails in the middle
-            task.model.save_pretrained(out / "model")
-            task.tokenizer.save_pretrained(out / "model")
+            if not config.compare:
+                task.model.save_pretrained(out / "model")
+                task.tokenizer.save_pretrained(out / "model")
         after = evaluate(task, config)
     summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
                    wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     accuracies = ["none" if a is None else f"{a:.3f}" for a in (before["accuracy"], after["accuracy"])]
-    print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}\n"
-          "next: --method grpo runs the same without pruning, --help lists the settings")
+    print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}")
     return summary
+
+
+def gather(task: Task, order: torch.Tensor, history: dict, config: Config, generator: torch.Generator) -> tuple:
+    """The rollouts of a step: prompts are pruned, the others rolled out and rewarded.
+
+    order: (m,) indices of the next prompts. -> window (N,), of these prompts (B,), prompt_weights (B,), completions
+    (B lists of G lists of ids), rewards (B, G). cppo takes more prompts, since it trains fewer completions of each
+    ("dynamic completion allocation"). Only greso goes round the loop again, until prompts_per_step groups, or somewhat
+    more, have unequal rewards or there are no more prompts."""
+    rule, window, parts, mixed = prompt_rule(history, config), order[:0], [], 0
+    share = 0.75  # of groups with unequal rewards: what greso's targets leave, then what was seen
+    wanted = round(config.prompts_per_step / (1 - config.completion_prune_rate * (config.method == "cppo")))
+    while len(window) < len(order) and (mixed < wanted if config.method == "greso" else not parts):
+        size = math.ceil((wanted - mixed) / share) if config.method == "greso" else wanted
+        candidates = grow_window(order[len(window):], rule, size)
+        window = torch.cat([window, candidates])
+        weights = draw_prompts(rule(candidates), config, generator)
+        prompts, weights = candidates[weights > 0], weights[weights > 0]
+        examples = [task.train[q] for q in prompts]
+        completions = rollout(task, examples, config.group_size, config)
+        rewards = score_completions(task, examples, completions)
+        parts.append((prompts, weights, completions, rewards))
+        mixed += int(group_advantages(rewards).any(dim=1).sum())
+        share = max(mixed, 1) / sum(len(part[0]) for part in parts)
+    prompts, prompt_weights, completions, rewards = zip(*parts)
+    return window, torch.cat(prompts), torch.cat(prompt_weights), sum(completions, []), torch.cat(rewards)
 
 
 def training_loop(task: Task, config: Config, metrics_file, samples_file) -> None:
     """The method. A line to metrics_file each step, a few completions to samples_file every tenth."""
-    model, G = task.model, config.group_size
+    model, G, n = task.model, config.group_size, len(task.train)
     generator, order_generator = (torch.Generator().manual_seed(config.seed + i) for i in (1, 2))
-    prunes = config.method == "dppo"
-    prompt_rate, completion_rate = prunes * config.prompt_prune_rate, prunes * config.completion_prune_rate
     optimizer = make_optimizer(model, config)
     reference = copy.deepcopy(model) if config.beta > 0 else None
-    history = torch.full((len(task.train),), math.nan, dtype=torch.float64)  # each prompt's mean |A| at its last visit
-    order, epoch = torch.empty(0, dtype=torch.long), 0
+    history, order = new_history(n), torch.empty(0, dtype=torch.long)
+    mean_length, total_seen, seconds = None, 0, 0.0
     bar = tqdm(range(1, config.steps + 1), bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
     for step in bar:
-        if len(order) == 0:
-            order, epoch = torch.randperm(len(history), generator=order_generator), epoch + 1
+        clock = time.perf_counter()
+        if len(order) < n:  # a window reaches into the next epoch, so that none is small
+            order = torch.cat([order, torch.randperm(n, generator=order_generator)])
 
-        # Prune prompts, before the rollout.
-        window = grow_window(order, history, config.prompts_per_step, prompt_rate)
+        # Prune prompts, roll out the others, reward, compare within each whole group.
+        window, prompts, prompt_weights, completions, rewards = gather(task, order[:n], history, config, generator)
         order = order[len(window):]
-        prompt_weights = draw(keep_probabilities(history[window], prompt_rate), generator)
-        prompts, prompt_weights = window[prompt_weights > 0], prompt_weights[prompt_weights > 0]
-        examples = [task.train[q] for q in prompts]
-
-        # Roll out, reward, compare within each whole group.
-        clock = time.perf_counter()
-        completions = rollout(task, examples, G, config)
-        rollout_seconds = time.perf_counter() - clock
-        rewards = score_completions(task, examples, completions)
         advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
-        history[prompts] = advantages.abs().mean(dim=1)
+        update_history(history, prompts, rewards, advantages)
+        rollout_seconds = time.perf_counter() - clock
 
-        # Prune completions, after the rollout: one draw for each update, since after the first, theta depends on it.
-        clock = time.perf_counter()
-        pi = completion_probabilities(rewards, advantages, completion_rate, config)
-        weights = [prompt_weights[:, None] * draw(pi.flatten(), generator).view_as(pi)
+        # Prune completions: one draw for each update on the rollout, since after the first, theta depends on it.
+        pi = completion_probabilities(rewards, advantages, prompt_weights, config)
+        weights = [draw_completions(pi, advantages, prompt_weights, config, generator)
                    for _ in range(config.inner_epochs)]
+        metrics = rollout_metrics(rewards, completions, prompt_weights, weights[-1], end_ids(task))
+        # dapo divides by the number of tokens, unknown for pruned prompts: N G times the mean length of earlier steps
+        # (at the first step of its own, where no prompt is pruned).
+        mean_length = mean_length or metrics["completion_length"]
+        unit = mean_length if config.objective == "dapo" else 1
+        mean_length = 0.9 * mean_length + 0.1 * metrics["completion_length"]
 
         # Pack what is left, and update. The old policy is the one before the first update.
-        sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
+        sequences = [(task.train[q]["prompt_ids"], ids) for q, group in zip(prompts, completions) for ids in group]
         union = sum(weights).flatten().nonzero().squeeze(1).tolist()  # trained in any of the updates
         old = frozen_logprobs(model, sequences, union, config) if config.inner_epochs > 1 else None  # else ratio = 1
         ref = frozen_logprobs(reference, sequences, union, config) if config.beta > 0 else None
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
         for w in weights:
-            update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), len(window) * G, config,
-                                old, ref)
-        train_seconds = time.perf_counter() - clock
+            update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(),
+                                denominator(w, len(window) * G, config) * unit, config, old, ref)
+        step_seconds = time.perf_counter() - clock
 
-        record = dict(step=step, epoch=epoch, prompts_seen=len(window), prompts_rolled=len(prompts), **update,
-                      **rollout_metrics(rewards, completions, prompt_weights, w, end_ids(task)),
-                      rollout_seconds=rollout_seconds, train_seconds=train_seconds)
+        seconds, total_seen = seconds + step_seconds, total_seen + len(window)
+        record = dict(step=step, epoch=1 + (total_seen - 1) // n, prompts_seen=len(window),
+                      prompts_rolled=len(prompts), **update, **metrics, rollout_seconds=rollout_seconds,
+                      train_seconds=step_seconds - rollout_seconds, seconds=seconds)
+        if config.eval_every and step % config.eval_every == 0:
+            record["accuracy"] = evaluate(task, config)["accuracy"]
         print(json.dumps(record), file=metrics_file, flush=True)
         for q, i in product(range(0, len(prompts), 8), (0, 1)) if step % 10 == 1 else ():
-            sample = dict(step=step, prompt=examples[q]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
+            sample = dict(step=step, prompt=task.train[prompts[q]]["prompt"],
+                          completion=task.tokenizer.decode(completions[q][i]),
                           reward=None if rewards[q, i].isnan() else rewards[q, i].item(), weight=w[q, i].item(),
                           advantage=advantages[q, i].item(), keep_probability=(pi[q, i] / prompt_weights[q]).item())
             print(json.dumps(sample), file=samples_file, flush=True)
@@ -818,17 +993,173 @@ def training_loop(task: Task, config: Config, metrics_file, samples_file) -> Non
                                 len(prompts) / len(window), update["completions_trained"] / len(sequences), **record))
 
 
+# ---- 9. Comparison ---------------------------------------------------------------------------------------------------
+
+def frozen_rollouts(task: Task, config: Config, prompts: int) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Two visits of the first `prompts` training prompts by a frozen model -> history, rewards, products.
+
+    history: after the first visit; rewards: (N, G) of the second; products: (N G, N G) inner products of the gradients
+    that the completions would have alone, on which all that measure_estimator tells depends. Of a model with more than
+    a million weights, evenly spaced coordinates of the gradients stand for all, about a million."""
+    examples, scale_by_std = task.train[:prompts], config.objective != "dr_grpo"
+    visits = [rollout(task, examples, config.group_size, config) for _ in range(2)]
+    first, rewards = (score_completions(task, examples, completions) for completions in visits)
+    history = new_history(len(examples))
+    update_history(history, torch.arange(len(examples)), first, group_advantages(first, scale_by_std))
+    advantages = group_advantages(rewards, scale_by_std).flatten()
+    sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, visits[1]) for ids in group]
+    parameters = list(task.model.parameters())
+    stride = 1 + sum(p.numel() for p in parameters) // 1_000_000 | 1  # odd, to meet every column of a weight
+    informative = advantages.nonzero().squeeze(1)  # the others have no gradient: of KL neither, where ref is the policy
+    gradients = []
+    for i in tqdm(informative.tolist(), desc="gradients of single completions", leave=False):
+        logprobs, _ = completion_logprobs(task.model, sequences, [[i]], config.temperature)
+        loss, _ = policy_loss(logprobs, logprobs.detach(), logprobs.detach(),
+                              torch.tensor([len(logprobs)], device=logprobs.device), advantages[[i]].to(logprobs),
+                              torch.ones_like(logprobs[:1]), 1, config)
+        gradient = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        gradients.append(torch.cat([g.flatten()[::stride].float() for g in gradient]))
+    products = torch.zeros(len(sequences), len(sequences), dtype=torch.float64)
+    if gradients:
+        gradients = torch.stack(gradients)
+        products[informative[:, None], informative] = (gradients @ gradients.T).double().cpu()
+    return history, rewards, products
+
+
+def measure_estimator(history: dict, rewards: torch.Tensor, products: torch.Tensor, config: Config, draws: int = 1000):
+    """The method's gradient estimate over `draws` draws from one set of frozen_rollouts, against the full gradient g.
+
+    -> trained_fraction of the completions; second_moment, E|estimate|^2 / |g|^2; bias, |mean estimate - g| / |g|;
+    bias_error, what the bias of `draws` draws of an unbiased estimator would be on average (root mean square);
+    direction_bias, the bias that is left when the mean is scaled to fit best, the sine of its angle to g."""
+    generator = torch.Generator().manual_seed(config.seed)
+    advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
+    pi, estimates = prompt_rule(history, config)(torch.arange(len(rewards))), []
+    for _ in range(draws):
+        prompt_weights, weights = draw_prompts(pi, config, generator), torch.zeros_like(rewards)
+        kept = prompt_weights > 0
+        inputs = advantages[kept], prompt_weights[kept], config
+        weights[kept] = draw_completions(completion_probabilities(rewards[kept], *inputs), *inputs, generator)
+        estimates.append(weights.flatten() * rewards.numel() / max(1, denominator(weights, rewards.numel(), config)))
+    estimates = torch.stack(estimates)  # (draws, N G) coefficients of the completions' gradients; in g they are all 1
+    full, mean = products.sum(), estimates.mean(dim=0)
+    second_moment = ((estimates @ products) * estimates).sum(dim=1).mean() / full
+    mean_square, projection = mean @ products @ mean / full, (mean @ products).sum() / full
+    result = dict(trained_fraction=(estimates > 0).double().mean(), second_moment=second_moment,
+                  bias=(mean_square - 2 * projection + 1).clamp(min=0).sqrt(),
+                  bias_error=((second_moment - mean_square) / draws).clamp(min=0).sqrt(),
+                  direction_bias=(1 - projection ** 2 / mean_square).clamp(min=0).sqrt())
+    return {name: value.nan_to_num().item() for name, value in result.items()}  # 0/0: all rewards were equal
+
+
+def time_to_accuracy(records: list[dict], target: float) -> float | None:
+    """Seconds of training until the mean accuracy of three successive evaluations first reaches target, else None."""
+    evaluated = [record for record in records if record.get("accuracy") is not None]
+    for last in range(2, len(evaluated)):
+        if sum(record["accuracy"] for record in evaluated[last - 2:last + 1]) / 3 >= target:
+            return evaluated[last]["seconds"]
+
+
+def time_to_prompts(records: list[dict], prompts: int) -> float:
+    """Seconds of training until so many candidate prompts were seen, at the mean pace until then."""
+    seen = list(accumulate(record["prompts_seen"] for record in records))
+    last = next(i for i, n in enumerate(seen) if n >= prompts)
+    return records[last]["seconds"] * prompts / seen[last]
+
+
+def compare_with_grpo(summary: dict, records: list[dict], grpo: list[dict]) -> dict:
+    """The figures of one run, from its summary and metrics, beside the metrics of grpo's run with the same seed."""
+    final = [record["accuracy"] for record in grpo if record.get("accuracy") is not None][-3:]
+    target = sum(final) / 3 if final else math.inf
+    reached = time_to_accuracy(records, target)
+    seen = min(sum(record["prompts_seen"] for record in run) for run in (grpo, records))
+    totals = {name: sum(record[name] for record in records) for name in (
+        "rollout_seconds", "train_seconds", "prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained")}
+    return dict(accuracy_before=summary["accuracy_before"], accuracy_after=summary["accuracy_after"],
+                seconds=records[-1]["seconds"], time_to_grpo_accuracy=reached,
+                speedup_accuracy=time_to_accuracy(grpo, target) / reached if reached else 0.0,
+                speedup_prompts=time_to_prompts(grpo, seen) / time_to_prompts(records, seen), **totals)
+
+
+def compare(**settings) -> list[dict]:
+    """Trains with every method of `compare` from the same start, on the same prompts in the same order -> table rows.
+
+    settings: of Config, whose defaults depend on the method. A warm-up comes first, and the order of the methods
+    rotates with the seeds, so that no figure depends on it; evaluation is not counted as time. Every run has its folder
+    in the output directory, which also gets comparison.json, with the figures of every seed, and comparison.md."""
+    base = Config(**settings)
+    methods, out, rows = base.compare.split(","), new_output_dir(base), {}
+    for number, seed in enumerate(range(base.seed, base.seed + base.compare_seeds)):
+        task = load_task(replace(base, seed=seed))
+        if number == 0:
+            transformers.set_seed(seed)
+            measured = frozen_rollouts(task, base, 4 * base.prompts_per_step)
+            with open(os.devnull, "w") as nowhere:  # the first steps of a process are slower
+                training_loop(replace(task, model=copy.deepcopy(task.model)),
+                              replace(base, compare="", eval_every=0, steps=3), nowhere, nowhere)
+        first, runs = number * len(methods) // base.compare_seeds, {}
+        for method in methods[first:] + methods[:first]:
+            run = out / f"{method}-{seed}"
+            config = Config(**settings | dict(method=method, seed=seed, output_dir=str(run)))
+            summary = train(config, replace(task, model=copy.deepcopy(task.model)))
+            runs[method] = summary, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            if method not in rows:
+                rows[method] = dict(method=method, **measure_estimator(*measured, config))
+        for method, (summary, records) in runs.items():
+            for name, value in compare_with_grpo(summary, records, runs["grpo"][1]).items():
+                rows[method].setdefault(name, []).append(value)
+    rows = [rows[method] for method in methods]
+    (out / "comparison.json").write_text(json.dumps(dict(device=DEVICE_NAME, config=asdict(base), rows=rows), indent=2))
+    (out / "comparison.md").write_text(comparison_table(rows))
+    print(f"\n{comparison_table(rows)}\nresults are in {out}")
+    return rows
+
+
+def comparison_table(rows: list[dict]) -> str:
+    """The rows of compare as a Markdown table: medians over the seeds, lowest and highest accuracy in brackets.
+
+    A run that never reached GRPO's accuracy counts as slower than all that did. The last three columns are measured at
+    the first seed's start. Of a bias, and of a bias of direction, as much as the ± is chance."""
+    def cells(row):
+        middle = {name: median(values) for name, values in row.items() if type(values) is list and None not in values}
+        before, after, speedups = row["accuracy_before"], row["accuracy_after"], row["speedup_accuracy"]
+        accuracy = "none" if None in before + after else (
+            f"{median(before):.3f} → {median(after):.3f} ({min(after):.3f} to {max(after):.3f})")
+        reached, middle_run = sum(speedup > 0 for speedup in speedups), median_low(speedups)
+        to_accuracy = f"{middle_run:.2f}x" if middle_run else "not reached"
+        if 0 < reached < len(speedups):
+            to_accuracy += f" ({reached} of {len(speedups)})"
+        return [row["method"], accuracy, "{rollout_seconds:.1f} + {train_seconds:.1f}".format(**middle),
+                "{speedup_prompts:.2f}x".format(**middle), to_accuracy,
+                *(f"{middle[name]:,.0f}" for name in (
+                    "prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained")),
+                "{second_moment:.2f}".format(**row), "{bias:.2f} ± {bias_error:.2f}".format(**row),
+                "{direction_bias:.2f}".format(**row)]
+
+    head = ["method", "accuracy before → after", "seconds: rollout + training", "speed-up, same prompts",
+            "speed-up, GRPO's accuracy", "prompts seen", "rolled out", "completions trained", "tokens trained",
+            "second moment", "bias", "bias of direction"]
+    table = [head, ["---"] * len(head), *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in table)
+
+
 def main() -> None:
     """The command line. Bad input is told in one line, with exit status 2."""
     parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage=SUPPRESS)
     transformers.logging.disable_progress_bar()
     disable_progress_bars()
     try:
-        train(Config(**vars(parser.parse_args())))
+        settings = vars(parser.parse_args())
+        if settings["compare"]:
+            compare(**settings)
+        else:
+            train(Config(**settings))
+            print("next: --compare grpo,dppo puts methods side by side, --help lists the settings")
     except InputError as error:
         parser.exit(2, f"dppo.py: error: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "\ninterrupted; metrics and the model so far are in the run's folder\n")
+        parser.exit(130, "\ninterrupted; what there is so far is in the run's folder\n")
 
 
 if __name__ == "__main__":

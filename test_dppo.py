@@ -69,8 +69,14 @@ def read_lines(path: Path) -> list[dict]:
 # ---- The expected gradient is that of the full batch ------------------------------------------------------------------
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.7, 0.2], [1.0, 1.0, 1.0], [0.0, 0.9, 1.0]], dtype=torch.float64)
-HISTORY = torch.tensor([math.nan, 0.9, 0.1, 0.2], dtype=torch.float64)  # mean 0.4: the last two are the low set
 N, G = REWARDS.shape
+HISTORY = dppo.new_history(N) | {
+    "score": torch.tensor([math.nan, 0.9, 0.1, 0.2], dtype=torch.float64),  # mean 0.4: the last two are the low set
+    "right": torch.tensor([0.0, 4.0, 0.4, 7.0], dtype=torch.float64),
+    "wrong": torch.tensor([0.0, 4.0, 7.6, 1.0], dtype=torch.float64),
+    "streak": torch.tensor([0.0, 0.0, -2.0, 1.0], dtype=torch.float64),
+}
+OBJECTIVES = ["grpo", "dr_grpo", "dapo", "gspo"]
 
 
 def make_sequences():
@@ -82,15 +88,15 @@ def make_sequences():
     ]
 
 
-def problem(objective="grpo", beta=0.0):
+def problem(objective="grpo", beta=0.0, **settings):
     """A small batch with a real model's gradients, clipping active, and KL: config, model, sequences, advantages, old, ref."""
-    config = Config(objective=objective, beta=beta, max_grad_norm=1e9)
+    config = Config(objective=objective, beta=beta, max_grad_norm=1e9, temperature=1.0, **settings)
     sequences, model = make_sequences(), tiny_model()
     everything = list(range(N * G))
     logprobs = dppo.frozen_logprobs(model, sequences, everything, config)
     generator = torch.Generator().manual_seed(1)
     old, ref = ({i: p + 0.4 * torch.randn(p.shape, generator=generator) for i, p in logprobs.items()} for _ in range(2))
-    return config, model, sequences, group_advantages(REWARDS, objective == "grpo"), old, ref if beta else None
+    return config, model, sequences, group_advantages(REWARDS, objective != "dr_grpo"), old, ref if beta else None
 
 
 def completion_gradients(config, model, sequences, advantages, old, ref) -> torch.Tensor:
@@ -115,49 +121,103 @@ def completion_gradients(config, model, sequences, advantages, old, ref) -> torc
 DRAWS = {}
 
 
-def every_draw(pi: torch.Tensor, monkeypatch) -> Counter:
-    """Every outcome of draw(pi) -> {weights: probability}, by running it for each order and each interval of its number u."""
-    if tuple(pi.tolist()) in DRAWS:
-        return DRAWS[tuple(pi.tolist())]
+def every_draw(pi: torch.Tensor, monkeypatch, order: torch.Tensor | None = None) -> Counter:
+    """Every outcome of draw(pi) -> {weights: probability}, by running it for each interval of its number u, along the
+    given order or along each."""
+    key = tuple(pi.tolist()), order if order is None else tuple(order.tolist())
+    if key in DRAWS:
+        return DRAWS[key]
     uncertain = [i for i in range(len(pi)) if 0 < pi[i] < 1]
     rest = [i for i in range(len(pi)) if i not in uncertain]
     orders, outcomes = list(itertools.permutations(uncertain)), Counter()
-    for order in orders:
-        breakpoints = sorted({0.0, 1.0, *(pi[list(order)].cumsum(0) % 1).tolist()})
+    if order is not None:
+        orders = [[i for i in order.tolist() if i in uncertain]]
+    for along in orders:
+        breakpoints = sorted({0.0, 1.0, *(pi[list(along)].cumsum(0) % 1).tolist()})
         for low, high in itertools.pairwise(breakpoints):
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "rand", lambda *_, **__: torch.tensor([(low + high) / 2], dtype=torch.float64))
-                weights = draw(pi, None, order=torch.tensor([*order, *rest], dtype=torch.long))
+                weights = draw(pi, None, order=torch.tensor([*along, *rest], dtype=torch.long))
             outcomes[tuple(weights.tolist())] += (high - low) / len(orders)
     assert abs(sum(outcomes.values()) - 1) < 1e-12
-    DRAWS[tuple(pi.tolist())] = outcomes
+    DRAWS[key] = outcomes
     return outcomes
 
 
-def every_step(advantages, rewards, config, prompt_rate, completion_rate, monkeypatch):
-    """Every outcome of both levels of pruning, in the order and with the functions of train() -> (probability, (N, G) weights)."""
-    for prompt_weights, p in every_draw(keep_probabilities(HISTORY, prompt_rate), monkeypatch).items():
-        prompt_weights = torch.tensor(prompt_weights, dtype=torch.float64)
+def every_outcome(function, monkeypatch):
+    """Every outcome of a function without arguments that draws once -> pairs (probability, what it returns)."""
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr(dppo, "draw", lambda pi, _, order=None: drawn.append((pi, order)) or (pi > 0).to(pi.dtype))
+        function()
+    [(pi, order)] = drawn
+    for weights, probability in every_draw(pi, monkeypatch, order).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(dppo, "draw", lambda *_: torch.tensor(weights, dtype=torch.float64))
+            result = function()
+        yield probability, result
+
+
+def every_step(config, advantages, monkeypatch):
+    """Every outcome of both levels of pruning, in the order and with the functions of training -> (probability, (N, G) weights)."""
+    pi = dppo.prompt_rule(HISTORY, config)(torch.arange(N))
+    for p, prompt_weights in every_outcome(lambda: dppo.draw_prompts(pi, config, None), monkeypatch):
         kept = prompt_weights > 0
-        pi = completion_probabilities(rewards[kept], advantages[kept], completion_rate, config)
-        for weights, p_completions in every_draw(pi.flatten(), monkeypatch).items():
+        inputs = advantages[kept], prompt_weights[kept], config
+        pi_completions = completion_probabilities(REWARDS[kept], *inputs)
+        for p_completions, weights in every_outcome(
+            lambda: dppo.draw_completions(pi_completions, *inputs, None), monkeypatch
+        ):
             full = torch.zeros(N, G, dtype=torch.float64)
-            full[kept] = torch.tensor(weights, dtype=torch.float64).view(-1, G) * prompt_weights[kept, None]
+            full[kept] = weights
             yield p * p_completions, full
 
 
-@pytest.mark.parametrize("prompt_rate, completion_rate", [(0.0, 0.6), (0.6, 0.0), (0.6, 0.6)])
-@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
-def test_expected_gradient_is_exactly_the_full_one(objective, beta, prompt_rate, completion_rate, monkeypatch):
-    config, model, sequences, advantages, old, ref = problem(objective, beta)
-    gradients = completion_gradients(config, model, sequences, advantages, old, ref)
-    full = gradients.sum(0)
-    expectation, outcomes = torch.zeros_like(full), 0
-    for probability, weights in every_step(advantages, REWARDS, config, prompt_rate, completion_rate, monkeypatch):
-        expectation += probability * (weights.flatten() @ gradients)
+def expected_gradient(config, advantages, gradients, monkeypatch) -> tuple[torch.Tensor, int]:
+    """The exact expectation of the method's gradient, divided as training divides it, and the number of outcomes."""
+    expectation, outcomes = torch.zeros_like(gradients[0]), 0
+    for probability, weights in every_step(config, advantages, monkeypatch):
+        expectation += probability * (weights.flatten() @ gradients) * N * G / dppo.denominator(weights, N * G, config)
         outcomes += 1
+    return expectation, outcomes
+
+
+@pytest.mark.parametrize("prompt_rate, completion_rate", [(0.0, 0.6), (0.6, 0.0), (0.6, 0.6)])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", ["dppo", "dppo-optimal"])
+def test_expected_gradient_is_exactly_the_full_one(method, objective, beta, prompt_rate, completion_rate, monkeypatch):
+    rates = dict(prompt_prune_rate=prompt_rate, completion_prune_rate=completion_rate)
+    config, model, sequences, advantages, old, ref = problem(objective, beta, method=method, **rates)
+    gradients = completion_gradients(config, model, sequences, advantages, old, ref)
+    expectation, outcomes = expected_gradient(config, advantages, gradients, monkeypatch)
+    full = gradients.sum(0)
     assert outcomes > 1 and full.norm() > 0.01
     assert (expectation - full).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_grpo_skip_has_the_gradient_of_grpo_from_fewer_completions(objective, monkeypatch):
+    trained = []
+    for method in ("grpo", "grpo-skip"):
+        config, model, sequences, advantages, old, ref = problem(objective, method=method)
+        gradients = completion_gradients(config, model, sequences, advantages, old, ref)
+        [(probability, weights)] = every_step(config, advantages, monkeypatch)
+        assert probability == 1 and dppo.denominator(weights, N * G, config) == N * G
+        assert torch.equal(weights.flatten() @ gradients, gradients.sum(0))
+        trained.append((weights > 0).sum())
+    assert trained[0] == N * G > trained[1]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", ["cppo", "greso"])
+def test_cppo_and_greso_are_biased_also_in_direction(method, objective, monkeypatch):
+    config, model, sequences, advantages, old, ref = problem(objective, method=method, completion_prune_rate=0.6)
+    gradients = completion_gradients(config, model, sequences, advantages, old, ref)
+    expectation, _ = expected_gradient(config, advantages, gradients, monkeypatch)
+    full = gradients.sum(0)
+    assert (expectation - full).norm() > 0.1 * full.norm()
+    assert torch.cosine_similarity(expectation, full, dim=0) < 0.995  # whatever the step size
 
 
 def test_clipping_is_active_in_these_problems():
@@ -187,7 +247,8 @@ def gradient_of_train_step(config, model, sequences, advantages, weights, old, r
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [30, 16384])
-@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_train_step_has_the_gradient_of_its_weights(objective, beta, micro_batch_tokens):
     config, model, sequences, advantages, old, ref = problem(objective, beta)
     gradients = completion_gradients(config, model, sequences, advantages, old, ref)
@@ -199,18 +260,20 @@ def test_train_step_has_the_gradient_of_its_weights(objective, beta, micro_batch
     assert (measured - expected).norm() < 1e-6 * expected.norm()
 
 
-def test_expected_gradient_through_training_by_monte_carlo():
+@pytest.mark.parametrize("method", ["dppo", "dppo-optimal"])
+def test_expected_gradient_through_training_by_monte_carlo(method):
     """The draws that training makes, from a torch.Generator, and its own gradient: within 4 standard errors."""
-    config, model, sequences, advantages, old, _ = problem()
+    rates = dict(prompt_prune_rate=0.6, completion_prune_rate=0.6)
+    config, model, sequences, advantages, old, _ = problem(method=method, **rates)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     full = completion_gradients(config, model, sequences, advantages, old, None).sum(0)
     generator, samples = torch.Generator().manual_seed(3), []
     for _ in range(150):
-        prompt_weights = draw(keep_probabilities(HISTORY, 0.6), generator)
+        prompt_weights = dppo.draw_prompts(dppo.prompt_rule(HISTORY, config)(torch.arange(N)), config, generator)
         kept = prompt_weights > 0
-        pi = completion_probabilities(REWARDS[kept], advantages[kept], 0.6, config)
+        inputs = advantages[kept], prompt_weights[kept], config
         weights = torch.zeros(N, G, dtype=torch.float64)
-        weights[kept] = draw(pi.flatten(), generator).view(-1, G) * prompt_weights[kept, None]
+        weights[kept] = dppo.draw_completions(completion_probabilities(REWARDS[kept], *inputs), *inputs, generator)
         model.load_state_dict(state)
         samples.append(
             gradient_of_train_step(config, model, sequences, advantages, weights, old, None) @ full / full.norm() ** 2
@@ -220,7 +283,8 @@ def test_expected_gradient_through_training_by_monte_carlo():
     assert abs(samples.mean() - 1) / (samples.std() / len(samples) ** 0.5) < 4
 
 
-@pytest.mark.parametrize("objective, beta", [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dr_grpo", 0.1)])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_policy_loss_is_its_formula_token_by_token(objective, beta):
     config = Config(objective=objective, beta=beta, clip_low=0.1, clip_high=0.3, max_completion_tokens=9)
     generator, lengths = torch.Generator().manual_seed(0), [3, 1, 7, 4]
@@ -229,11 +293,14 @@ def test_policy_loss_is_its_formula_token_by_token(objective, beta):
     loss, (clipped, kl) = dppo.policy_loss(new, old, ref, torch.tensor(lengths), advantages, weights, 12, config)
     expected, expected_clipped, expected_kl, t = 0.0, 0, 0.0, 0
     for i, length in enumerate(lengths):
+        normalizer = {"grpo": length, "gspo": length, "dr_grpo": 9, "dapo": 1}[objective]
+        mean_log_ratio = (new[t : t + length] - old[t : t + length]).mean()
         for _ in range(length):
-            ratio, a = math.exp(new[t] - old[t]), advantages[i].item()
+            log_ratio = mean_log_ratio if objective == "gspo" else new[t] - old[t]
+            ratio, a = math.exp(log_ratio), advantages[i].item()
             low, high = (min(max(ratio, 0.9), 1.3) * a, ratio * a)
             k3 = math.exp(ref[t] - new[t]) - (ref[t] - new[t]).item() - 1 if beta else 0.0
-            expected += weights[i].item() / (length if objective == "grpo" else 9) * (beta * k3 - min(low, high)) / 12
+            expected += weights[i].item() / normalizer * (beta * k3 - min(low, high)) / 12
             expected_clipped += low < high
             expected_kl += k3
             t += 1
@@ -245,11 +312,11 @@ def test_policy_loss_is_its_formula_token_by_token(objective, beta):
 
 def relative_bias(estimate, monkeypatch) -> float:
     """|E[estimate(weights, gradients)] - full gradient| / |full gradient| under completion pruning at 0.6."""
-    config, model, sequences, advantages, old, _ = problem()
+    config, model, sequences, advantages, old, _ = problem(prompt_prune_rate=0.0, completion_prune_rate=0.6)
     gradients = completion_gradients(config, model, sequences, advantages, old, None)
     expectation = sum(
         probability * estimate(weights.flatten(), gradients)
-        for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch)
+        for probability, weights in every_step(config, advantages, monkeypatch)
     )
     return ((expectation - gradients.sum(0)).norm() / gradients.sum(0).norm()).item()
 
@@ -278,10 +345,10 @@ def test_deterministic_removal_of_the_lowest_is_biased_whatever_the_weights():
 
 
 def test_advantages_centred_anew_after_pruning_are_biased(monkeypatch):
-    config, model, sequences, advantages, old, _ = problem()
+    config, model, sequences, advantages, old, _ = problem(prompt_prune_rate=0.0, completion_prune_rate=0.6)
     full = completion_gradients(config, model, sequences, advantages, old, None).sum(0)
     expectation, cache = torch.zeros_like(full), {}
-    for probability, weights in every_step(advantages, REWARDS, config, 0.0, 0.6, monkeypatch):
+    for probability, weights in every_step(config, advantages, monkeypatch):
         centred = advantages.clone()
         for q in range(N):
             kept = weights[q] > 0
@@ -402,6 +469,19 @@ def test_draw_keeps_the_exact_number_at_any_size_and_seed():
         assert (draw(pi, generator) > 0).sum() == kept + 7
 
 
+def test_of_unlikely_prompts_one_is_kept_with_the_weight_of_its_chance(monkeypatch):
+    pi = torch.tensor([0.1, 0.2, 0.1], dtype=torch.float64)
+    outcomes = dict(every_outcome_of_prompts(pi, Config(), monkeypatch))
+    assert outcomes == pytest.approx({(4.0, 0.0, 0.0): 0.25, (0.0, 2.0, 0.0): 0.5, (0.0, 0.0, 4.0): 0.25})
+    greso = every_outcome_of_prompts(pi, Config(method="greso"), monkeypatch)
+    assert {weights for weights, _ in greso} == {(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)}
+
+
+def every_outcome_of_prompts(pi, config, monkeypatch):
+    outcomes = every_outcome(lambda: dppo.draw_prompts(pi, config, None), monkeypatch)
+    return [(tuple(round(x, 9) for x in weights.tolist()), probability) for probability, weights in outcomes]
+
+
 def test_draw_shuffles_by_default_and_repeats_with_its_seed():
     pi = torch.full((40,), 0.5, dtype=torch.float64)
     first, again, other = (draw(pi, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
@@ -409,43 +489,64 @@ def test_draw_shuffles_by_default_and_repeats_with_its_seed():
     assert (first > 0).tolist() not in ([True, False] * 20, [False, True] * 20)
 
 
+def low_set_rule(history, rate):
+    return lambda window: keep_probabilities(history[window], rate)
+
+
 def test_window_grows_until_one_more_prompt_would_leave_too_many():
     history = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9], dtype=torch.float64)
-    order = torch.arange(10)
+    order, rule = torch.arange(10), low_set_rule(history, 0.5)
     # Batch 4, rate 0.5. Up to 6 prompts the scores are equal and all survive, so the window stays at 4.
-    assert grow_window(order, history, 4, 0.5).tolist() == [0, 1, 2, 3]
+    assert grow_window(order, rule, 4).tolist() == [0, 1, 2, 3]
     # 9, 8, 0, 1: 2 low, 1 pruned, 3 survive; with 2: 3 low, 1 pruned, 4 survive; with 3: 4 low, 2 pruned, 4; with 4: 5, 2, 5.
-    assert grow_window(torch.tensor([9, 8, 0, 1, 2, 3, 4, 5, 6, 7]), history, 4, 0.5).tolist() == [9, 8, 0, 1, 2, 3]
-    assert grow_window(torch.tensor([9, 8, 0]), history, 4, 0.5).tolist() == [9, 8, 0]  # the end of an epoch
-    assert grow_window(order, torch.full((10,), math.nan, dtype=torch.float64), 4, 0.9).tolist() == [0, 1, 2, 3]
+    assert grow_window(torch.tensor([9, 8, 0, 1, 2, 3, 4, 5, 6, 7]), rule, 4).tolist() == [9, 8, 0, 1, 2, 3]
+    assert grow_window(torch.tensor([9, 8, 0]), rule, 4).tolist() == [9, 8, 0]  # no more prompts
+    unseen = low_set_rule(torch.full((10,), math.nan, dtype=torch.float64), 0.9)
+    assert grow_window(order, unseen, 4).tolist() == [0, 1, 2, 3]
+    assert grow_window(order, lambda window: torch.full((len(window),), 0.5), 4).tolist() == list(range(8))
 
 
-def test_survivors_never_exceed_the_batch():
+def random_history(generator, prompts=300) -> dict:
+    """Of a long run: rewards of two visits by policies of different strength; a fifth was never visited."""
+    history = dppo.new_history(prompts)
+    visited = torch.randperm(prompts, generator=generator)[: prompts * 4 // 5]
+    for _ in range(2):
+        p = torch.rand(len(visited), 1, generator=generator) ** 3
+        rewards = (torch.rand(len(visited), 8, generator=generator) < p).double()
+        dppo.update_history(history, visited, rewards, group_advantages(rewards))
+    return history
+
+
+@pytest.mark.parametrize("method", ["dppo", "dppo-optimal"])
+def test_survivors_never_exceed_the_batch(method):
     generator = torch.Generator().manual_seed(0)
     for rate in (0.0, 0.3, 0.7, 0.95):
-        for _ in range(50):
-            history = torch.rand(300, generator=generator, dtype=torch.float64)
-            history[torch.rand(300, generator=generator) < 0.2] = math.nan
-            window = grow_window(torch.randperm(300, generator=generator), history, 16, rate)
-            weights = draw(keep_probabilities(history[window], rate), generator)
+        for _ in range(30):
+            history = random_history(generator)
+            rule = dppo.prompt_rule(history, Config(method=method, prompt_prune_rate=rate))
+            window = grow_window(torch.randperm(300, generator=generator), rule, 16)
+            weights = draw(rule(window), generator)
             assert len(window) >= 16 and (weights > 0).sum() <= 16
 
 
-def spied_run(monkeypatch, tmp_path, **settings) -> list[dict]:
+def spied_run(monkeypatch, tmp_path, reward=None, **settings) -> list[dict]:
     """Thirty steps of training -> for each its history before, window, rolled-out prompts, advantages, weights and total."""
     steps, task = [], tiny_task()
-    task.reward = lambda prompts, completions, **_: [
-        len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)
-    ]
-    window, roll, advantages, update = dppo.grow_window, dppo.rollout, dppo.group_advantages, dppo.train_step
+    task.reward = reward or (
+        lambda prompts, completions, **_: [len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)]
+    )
+    gathered, roll, advantages, update = dppo.gather, dppo.rollout, dppo.group_advantages, dppo.train_step
 
-    def grow_window(order, history, *args):
-        steps.append({"history": history.clone(), "window": window(order, history, *args)})
-        return steps[-1]["window"]
+    def gather(task, order, history, *args):
+        steps.append({"history": {name: value.clone() for name, value in history.items()}})
+        result = gathered(task, order, history, *args)
+        steps[-1] |= {"window": result[0], "completions": result[3]}
+        return result
 
     def rollout(task, examples, *args):
         if steps:  # not the evaluation before the first step
-            steps[-1]["rolled"] = [next(i for i, e in enumerate(task.train) if e is example) for example in examples]
+            rolled = [next(i for i, e in enumerate(task.train) if e is example) for example in examples]
+            steps[-1]["rolled"] = steps[-1].get("rolled", []) + rolled
         return roll(task, examples, *args)
 
     def group_advantages(*args, **kwargs):
@@ -456,32 +557,234 @@ def spied_run(monkeypatch, tmp_path, **settings) -> list[dict]:
         steps[-1] |= {"weights": args[4].view_as(steps[-1]["advantages"]), "total": args[5]}
         return update(*args)
 
-    for function in (grow_window, group_advantages, train_step, rollout):
+    for function in (gather, group_advantages, train_step, rollout):
         monkeypatch.setattr(dppo, function.__name__, function)
     task.evals = {}
-    dppo.train(Config(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run"), **settings), task)
+    settings = dict(steps=30, prompts_per_step=8, output_dir=str(tmp_path / "run")) | settings
+    dppo.train(Config(**settings), task)
     return steps
 
 
 def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep_theirs(monkeypatch, tmp_path):
     steps, pruned = spied_run(monkeypatch, tmp_path), 0
     for step, following in itertools.pairwise(steps):
-        expected = step["history"].clone()
+        expected = step["history"]["score"].clone()
         expected[step["rolled"]] = step["advantages"].abs().mean(dim=1)
-        assert torch.equal(expected.nan_to_num(-1), following["history"].nan_to_num(-1))
+        assert torch.equal(expected.nan_to_num(-1), following["history"]["score"].nan_to_num(-1))
         gone = [q for q in step["window"].tolist() if q not in step["rolled"]]
-        pruned += (step["history"][gone] > 0).sum()
-    assert pruned > 20 and not steps[-1]["history"].isnan().any()
+        pruned += (step["history"]["score"][gone] > 0).sum()
+    assert pruned > 20 and not steps[-1]["history"]["score"].isnan().any()
 
 
 def test_completions_of_a_kept_prompt_carry_its_weight(monkeypatch, tmp_path):
     heavy = 0
     for step in spied_run(monkeypatch, tmp_path, completion_prune_rate=0.0):
-        pi = dict(zip(step["window"].tolist(), keep_probabilities(step["history"][step["window"]], 0.7).tolist()))
+        scores = step["history"]["score"][step["window"]]
+        pi = dict(zip(step["window"].tolist(), keep_probabilities(scores, 0.7).tolist()))
         for prompt, advantages, weights in zip(step["rolled"], step["advantages"], step["weights"]):
             assert torch.allclose(weights, (advantages != 0).double() / pi[prompt])
             heavy += pi[prompt] < 1 and advantages.any()
     assert heavy > 5
+
+
+# ---- The methods of the comparison -------------------------------------------------------------------------------------
+
+
+def binary_rewards(groups: int, seed: int) -> torch.Tensor:
+    """(groups, 8) rewards 0 and 1, the success rates uniform on [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(groups, 1, generator=generator)
+    return (torch.rand(groups, 8, generator=generator) < p).double()
+
+
+def second_moment(method: str, rate: float) -> float:
+    """Of a sum of orthogonal gradients of norm |A|, relative to the full sum: sum A^2/pi over sum A^2, completions pruned."""
+    config, pruned, full = Config(method=method, completion_prune_rate=rate), 0.0, 0.0
+    for seed in range(100):
+        rewards = binary_rewards(64, seed)
+        advantages = group_advantages(rewards)
+        pi = completion_probabilities(rewards, advantages, torch.ones(64), config)
+        assert (pi > 0).equal(advantages != 0)
+        pruned += (advantages[pi > 0] ** 2 / pi[pi > 0]).sum()
+        full += (advantages**2).sum()
+    return (pruned / full).item()
+
+
+def test_the_optimal_rule_has_at_most_the_paper_s_second_moment_at_every_rate():
+    for rate in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        assert second_moment("dppo-optimal", rate) <= second_moment("dppo", rate) + 1e-12
+    assert second_moment("dppo-optimal", 0.9) <= 0.65 * second_moment("dppo", 0.9)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
+def test_the_optimal_rule_keeps_as_many_in_proportion_to_their_scores(rate):
+    rewards = binary_rewards(64, 0)
+    scores = group_advantages(rewards).abs()
+    scores = scores[scores > 0]
+    pi = dppo.optimal_probabilities(scores, rate)
+    assert abs(pi.sum() - keep_probabilities(scores, rate).sum()) < 1e-9
+    assert pi.max() <= 1 and ((pi / scores)[pi < 1]).std() < 1e-9 and pi[scores.argmax()] == pi.max()
+    floored = dppo.optimal_probabilities(torch.cat([scores, torch.full((5,), 1e-6)]), rate, 0.07)
+    assert floored.min() == 0.07 and abs(floored.sum() - floored.sum().round()) < 1e-9
+    assert dppo.optimal_probabilities(torch.tensor([math.nan, 1.0, 0.1, 0.1, 0.1]), rate)[0] == 1
+    assert dppo.optimal_probabilities(torch.zeros(0), rate).tolist() == []
+
+
+def test_optimal_completions_are_scored_with_the_weight_of_their_prompt():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 8, dtype=torch.float64)
+    weights = torch.tensor([10.0] + [1.0] * 7, dtype=torch.float64)
+    config = Config(method="dppo-optimal", completion_prune_rate=0.9)
+    pi = completion_probabilities(rewards, group_advantages(rewards), weights, config)
+    assert pi[0, 0] == 1 and torch.allclose(pi[0, 1:], 10 * pi[1:, 1:]) and torch.allclose(pi[1:, 0], 3 * pi[1:, 1])
+    drawn = dppo.draw_completions(pi, group_advantages(rewards), weights, config, torch.Generator().manual_seed(0))
+    assert drawn[0, 0] == 10 and torch.allclose(drawn[drawn > 0], (weights[:, None] / pi)[drawn > 0])
+
+
+def test_the_optimal_draw_takes_its_share_of_every_group_and_sign():
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 16, dtype=torch.float64)
+    advantages, ones = group_advantages(rewards), torch.ones(16, dtype=torch.float64)
+    pi = torch.full_like(advantages, 0.5)
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = dppo.draw_completions(pi, advantages, ones, Config(method="dppo-optimal"), generator) > 0
+        assert drawn[:, :4].sum(dim=1).eq(2).all() and drawn[:, 4:].sum(dim=1).eq(2).all()
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo"])
+def test_predicted_advantages_are_the_mean_over_the_success_rate_s_posterior(objective):
+    history = dppo.new_history(4)
+    history["right"][:3] = torch.tensor([0.0, 3.0, 12.5])
+    history["wrong"][:3] = torch.tensor([8.0, 5.0, 0.5])
+    history["score"][:3] = 0.0
+    config = Config(objective=objective, group_size=6)
+    predicted = dppo.predicted_advantages(history, config)
+    torch.manual_seed(0)
+    for q in range(3):
+        a, b = (dppo.PRIOR + history[name][q] for name in ("right", "wrong"))
+        p = torch.distributions.Beta(a, b).sample((400_000,))
+        square = p * (1 - p) if objective == "dr_grpo" else 1 - p**6 - (1 - p) ** 6
+        assert abs(predicted[q] ** 2 - square.mean()) < 5 * square.std() / 400_000**0.5
+    assert predicted[3].isnan() and predicted[1] > max(predicted[0], predicted[2])
+
+
+def test_successes_are_summed_with_decay_and_rewards_count_within_0_and_1():
+    history = dppo.new_history(3)
+    visit(history, {0: "mixed", 1: "hard"})
+    visit(history, {0: "easy"})
+    assert torch.allclose(history["right"], torch.tensor([0.8 * 2 + 4, 0.0, 0.0], dtype=torch.float64))
+    assert torch.allclose(history["wrong"], torch.tensor([0.8 * 2, 4.0, 0.0], dtype=torch.float64))
+    rewards = torch.tensor([[-1.0, 2.0, 0.5, 0.0], [math.nan, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    dppo.update_history(history, torch.tensor([1, 2]), rewards, group_advantages(rewards))
+    assert torch.allclose(history["right"][1:], torch.tensor([1.5, 0.0], dtype=torch.float64))
+    assert torch.allclose(history["wrong"][1:], torch.tensor([0.8 * 4 + 2.5, 4.0], dtype=torch.float64))
+    assert history["score"][2] == 0 and history["streak"][2] == -1
+
+
+def test_cppo_keeps_the_largest_advantages_of_the_whole_batch():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0] * 4], dtype=torch.float64)
+    advantages, ones = group_advantages(rewards), torch.ones(3, dtype=torch.float64)  # 1.5, -0.5; 0.87, -0.87; 0
+    for rate, expected in (
+        (0.9, [[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),  # floor(0.1 * 12) = 1
+        (0.58, [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]),  # floor(0.42 * 12) = 5
+        (0.0, [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]),
+    ):
+        config = Config(method="cppo", completion_prune_rate=rate)
+        pi = completion_probabilities(rewards, advantages, ones, config)
+        weights = dppo.draw_completions(pi, advantages, ones, config, torch.Generator())
+        assert pi.tolist() == weights.tolist() == expected
+        assert dppo.denominator(weights, 12, config) == sum(map(sum, expected))
+
+
+def test_cppo_rolls_out_more_prompts_so_that_as_many_completions_are_trained(monkeypatch, tmp_path):
+    steps = spied_run(monkeypatch, tmp_path, method="cppo", completion_prune_rate=0.5, prompts_per_step=4, steps=5)
+    for step in steps:
+        assert len(step["window"]) == len(step["rolled"]) == 8
+        assert step["total"] == (step["weights"] > 0).sum() <= 4 * 8 and step["weights"].max() == 1
+
+
+def group(kind: str) -> list[float]:
+    return {"easy": [1.0] * 4, "hard": [0.0] * 4, "mixed": [1.0, 0.0, 0.0, 1.0]}[kind]
+
+
+def visit(history, kinds: dict[int, str]) -> None:
+    rewards = torch.tensor([group(kind) for kind in kinds.values()], dtype=torch.float64)
+    dppo.update_history(history, torch.tensor(list(kinds)), rewards, group_advantages(rewards))
+
+
+def test_greso_counts_visits_in_a_row_that_taught_nothing():
+    history, rule = dppo.new_history(4), lambda: dppo.prompt_rule(history, Config(method="greso"))(torch.arange(4))
+    assert rule().tolist() == [1.0] * 4
+    for kinds in ({0: "easy", 1: "hard", 2: "mixed"}, {0: "easy", 1: "hard", 2: "easy"}, {0: "mixed", 1: "easy"}):
+        visit(history, kinds)
+    assert history["streak"].tolist() == [0, 1, 1, 0]  # after a mixed visit 0; hard, hard, easy is one easy visit
+    history["streak"] = torch.tensor([0.0, 2.0, -1.0, -9.0], dtype=torch.float64)
+    history["p_easy"], history["p_hard"] = torch.tensor([0.3, 0.5], dtype=torch.float64)
+    assert torch.allclose(rule(), torch.tensor([1.0, 0.3**2, 0.5, 0.01], dtype=torch.float64))
+
+
+def test_greso_sets_aside_whole_groups():
+    rewards = torch.tensor([[1.0, 0.5, 0.0], [0.5] * 3, [math.nan, 0.0, 1.0]], dtype=torch.float64)
+    for beta in (0.0, 0.1):
+        config = Config(method="greso", beta=beta)
+        pi = completion_probabilities(rewards, group_advantages(rewards), torch.ones(3), config)
+        assert pi.tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3] and dppo.denominator(pi, 9, config) == 3
+
+
+def test_greso_s_probabilities_move_by_001_within_their_bounds():
+    history = dppo.new_history(12)
+    visit(history, {q: "easy" if q == 0 else "hard" if q == 1 else "mixed" for q in range(12)})
+    assert abs(history["p_easy"] - 0.49) < 1e-12  # 1/12 easy is the target
+    assert abs(history["p_hard"] - 0.51) < 1e-12  # 1/12 hard is below 1/6
+    visit(history, {q: "hard" if q < 2 else "mixed" for q in range(12)})
+    assert abs(history["p_easy"] - 0.50) < 1e-12 and abs(history["p_hard"] - 0.50) < 1e-12
+    for _ in range(100):
+        visit(history, {0: "hard", 1: "mixed"})
+    assert history["p_easy"] == 0.95 and history["p_hard"] == 0.05
+
+
+def test_greso_refills_its_batch_with_groups_of_unequal_rewards(monkeypatch, tmp_path):
+    def reward(prompts, completions, **_):  # of short prompts always 1
+        return [float(len(p) < 10 or len(c) % 2) for p, c in zip(prompts, completions)]
+
+    steps = spied_run(monkeypatch, tmp_path, reward, method="greso", prompts_per_step=6, steps=8)
+    full = 0
+    for step in steps:
+        informative = step["advantages"].any(dim=1)
+        assert step["weights"].equal((step["advantages"] != 0).double())
+        assert step["total"] == (step["weights"] > 0).sum()
+        assert informative.sum() >= 6 or len(step["window"]) == 48  # all prompts there are
+        full += informative.sum() >= 6
+    assert full > 4 and max(len(step["rolled"]) for step in steps) > 8
+
+
+def test_dapo_divides_by_the_mean_length_of_earlier_steps(monkeypatch, tmp_path):
+    steps = spied_run(monkeypatch, tmp_path, objective="dapo", method="grpo", steps=6)
+    mean = None
+    for step in steps:
+        length = sum(len(ids) for group in step["completions"] for ids in group) / 64
+        mean = mean or length
+        assert abs(step["total"] - len(step["window"]) * 8 * mean) < 1e-6
+        mean = 0.9 * mean + 0.1 * length
+
+
+def test_every_method_sees_the_same_prompts_in_the_same_order(monkeypatch, tmp_path):
+    streams = []
+    for method in dppo.METHODS:
+        with monkeypatch.context() as patch:
+            steps = spied_run(patch, tmp_path / method, method=method, steps=8)
+        streams.append([q for step in steps for q in step["window"].tolist()][:64])
+    assert all(stream == streams[0] for stream in streams) and len(set(streams[0][:48])) == 48
+
+
+def test_evaluating_more_often_does_not_change_the_training(tmp_path):
+    def run(every):
+        out = tmp_path / str(every)
+        dppo.train(Config(steps=6, prompts_per_step=8, eval_every=every, output_dir=str(out)), tiny_task())
+        return without_times(out / "metrics.jsonl")
+
+    often, never = run(2), run(0)
+    assert ["accuracy" in record for record in often] == [False, True] * 3
+    assert [{k: v for k, v in record.items() if k != "accuracy"} for record in often] == never
 
 
 # ---- Advantages -------------------------------------------------------------------------------------------------------
@@ -500,19 +803,19 @@ def test_groups_that_are_not_gradable_are_left_out_also_with_kl():
     rewards = torch.tensor([[1.0, 0.0], [math.nan, 1.0]], dtype=torch.float64)
     advantages = group_advantages(rewards)
     assert advantages[1].tolist() == [0.0, 0.0]
-    for config in (Config(), Config(beta=0.1), Config(method="grpo")):
-        assert completion_probabilities(rewards, advantages, 0.0, config).tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    for method, beta in itertools.product(dppo.METHODS, (0.0, 0.1)):
+        config = Config(method=method, beta=beta, completion_prune_rate=0.0)
+        pi = completion_probabilities(rewards, advantages, torch.ones(2), config)
+        assert pi.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_zero_advantages_cost_nothing_except_in_the_textbook_and_with_kl():
     advantages = group_advantages(rewards := torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
-    for config, trained in (
-        (Config(), 2),
-        (Config(method="grpo-skip"), 2),
-        (Config(method="grpo"), 4),
-        (Config(beta=0.1), 4),
-    ):
-        assert (completion_probabilities(rewards, advantages, 0.0, config) > 0).sum() == trained
+    for method in dppo.METHODS:
+        for beta, trained in ((0.0, 4 if method == "grpo" else 2), (0.1, 2 if method == "greso" else 4)):
+            config = Config(method=method, beta=beta, completion_prune_rate=0.0)
+            pi = completion_probabilities(rewards, advantages, torch.ones(2), config)
+            assert (pi > 0).sum() == trained
 
 
 # ---- Packing ----------------------------------------------------------------------------------------------------------
@@ -918,6 +1221,10 @@ def run_main(monkeypatch, capsys, *args) -> str:
         (["--reward", "math:sqrt"], "reward function sqrt failed"),
         (["--output_dir", SCRIPT / "x"], "cannot be written"),
         (["--temperature", "0"], "temperature"),
+        (["--compare", "dppo,cppo"], "--compare takes methods by commas, grpo among them, of grpo, grpo-skip"),
+        (["--compare", "grpo,ppo"], "--compare takes methods by commas"),
+        (["--compare", "grpo", "--steps", "2"], "--compare needs 3 evaluations"),
+        (["--objective", "ppo"], "invalid choice: 'ppo'"),
     ],
 )
 def test_bad_input_is_told_in_one_line_before_any_model_is_loaded(args, message, monkeypatch, capsys):
@@ -1069,7 +1376,7 @@ METRICS = {
 
 
 def without_times(path: Path) -> list[dict]:
-    return [{k: v for k, v in record.items() if not k.endswith("_seconds")} for record in read_lines(path)]
+    return [{k: v for k, v in record.items() if not k.endswith("seconds")} for record in read_lines(path)]
 
 
 @pytest.mark.parametrize(
@@ -1110,12 +1417,13 @@ def test_the_same_seed_gives_the_same_metrics(method, objective, beta, inner_epo
     assert read_lines(tmp_path / "first" / "samples.jsonl")
 
 
-@pytest.mark.parametrize("method", ["dppo", "grpo"])
+@pytest.mark.parametrize("method", dppo.METHODS)
 def test_a_batch_of_equal_rewards_trains_nothing_and_is_recorded(method, tmp_path):
     task = tiny_task()
+    task.train = task.train[:16]
     task.reward = lambda prompts, completions, **_: [1.0] * len(prompts)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
-    dppo.train(Config(method=method, steps=8, prompts_per_step=8, output_dir=str(tmp_path / "run")), task)
+    dppo.train(Config(method=method, steps=40, prompts_per_step=1, output_dir=str(tmp_path / "run")), task)
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
     assert all(
         r["completions_trained"] == 0 and r["reward"] == 1 and r["zero_variance_fraction"] == 1
@@ -1210,4 +1518,110 @@ def test_a_reward_that_fails_in_the_middle_loses_neither_the_model_nor_the_metri
 def test_an_output_dir_that_holds_a_run_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert "holds another run" in run_main(monkeypatch, capsys, "--output_dir", tmp_path)
+    assert "holds another run" in run_main(monkeypatch, capsys, "--output_dir", tmp_path.parent)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+# ---- The estimator, measured, and the comparison -----------------------------------------------------------------------
+
+
+def graded_task() -> Task:
+    """A tiny task whose untrained model gets about half of the rewards."""
+    task = tiny_task()
+    task.reward = lambda prompts, completions, **_: [
+        float(len(c) % 2 == len(p) % 3 % 2) for p, c in zip(prompts, completions)
+    ]
+    return task
+
+
+def test_the_measured_products_are_those_of_the_completions_gradients():
+    task, config = graded_task(), Config(temperature=1.0, group_size=3)
+    torch.manual_seed(0)
+    _, rewards, products = dppo.frozen_rollouts(task, config, 4)
+    torch.manual_seed(0)
+    completions = [dppo.rollout(task, task.train[:4], 3, config) for _ in range(2)][1]
+    sequences = [(e["prompt_ids"], ids) for e, group in zip(task.train, completions) for ids in group]
+    advantages = group_advantages(rewards).flatten()
+    rows = []
+    for i, (prompt, completion) in enumerate(sequences):
+        logprobs, _ = dppo.completion_logprobs(task.model, sequences, [[i]], 1.0)
+        loss = -advantages[i].float() * logprobs.mean()
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(task.model.parameters()))]))
+    gradients = torch.stack(rows).double()
+    assert products.abs().max() > 0 and torch.allclose(products, gradients @ gradients.T, atol=1e-4 * products.max())
+
+
+def test_measured_bias_is_chance_for_the_unbiased_and_more_for_the_others():
+    task = graded_task()
+    measured = dppo.frozen_rollouts(task, Config(), 24)
+    rates = dict.fromkeys(dppo.METHODS, 0.7) | {"cppo": 0.9}
+    by_method = {
+        method: dppo.measure_estimator(*measured, Config(method=method, completion_prune_rate=rate), draws=500)
+        for method, rate in rates.items()
+    }
+    assert max(by_method["grpo"]["bias"], by_method["grpo-skip"]["bias"]) < 1e-6
+    assert abs(by_method["grpo"]["second_moment"] - 1) < 1e-12 and by_method["grpo"]["trained_fraction"] == 1
+    for method in ("dppo", "dppo-optimal"):
+        assert 0 < by_method[method]["bias"] < 3 * by_method[method]["bias_error"]
+        assert by_method[method]["second_moment"] > 1 > by_method[method]["trained_fraction"]
+    for method in ("cppo", "greso"):
+        assert by_method[method]["bias"] > 0.1 + 5 * by_method[method]["bias_error"]
+        assert by_method[method]["direction_bias"] > 0.01
+
+
+def test_the_measured_second_moment_is_that_of_its_formula():
+    rewards = binary_rewards(64, 0)
+    advantages = group_advantages(rewards)
+    config = Config(completion_prune_rate=0.9)
+    pi = completion_probabilities(rewards, advantages, torch.ones(64), config).flatten()
+    products = torch.diag(advantages.flatten() ** 2)
+    measured = dppo.measure_estimator(dppo.new_history(64), rewards, products, config, draws=500)
+    kept = pi > 0
+    expected = (advantages.flatten()[kept] ** 2 / pi[kept]).sum() / (advantages**2).sum()
+    assert abs(measured["second_moment"] / expected - 1) < 0.02
+    assert abs(measured["trained_fraction"] - pi.mean()) < 1e-9
+
+
+def test_times_to_accuracy_and_to_prompts_by_hand():
+    records = [
+        dict(seconds=1.0 * step, prompts_seen=10, **({"accuracy": accuracy} if accuracy is not None else {}))
+        for step, accuracy in enumerate([None, 0.1, None, 0.6, 0.2, 0.4, 0.6, 0.5], start=1)
+    ]
+    assert dppo.time_to_accuracy(records, 0.3) == 5.0  # (0.1 + 0.6 + 0.2)/3, at the fifth step
+    assert dppo.time_to_accuracy(records, 0.5) == 8.0
+    assert dppo.time_to_accuracy(records, 0.51) is None and dppo.time_to_accuracy(records[:4], 0.1) is None
+    assert dppo.time_to_prompts(records, 80) == 8.0 and dppo.time_to_prompts(records, 25) == 2.5
+
+
+def test_compare_runs_two_methods_and_writes_its_table(model_folder, tmp_path):
+    rows = [{"question": f"{a}{b}", "answer": f"#### {b}"} for a in range(2, 10) for b in range(10)]
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    common = "--prompts_per_step 8 --max_completion_tokens 6 --steps 8 --eval_prompts 8 --eval_every 1".split()
+    options = ["--model", model_folder, "--dataset", data, *common, "--reward", "test_dppo:short"]
+    printed = command_line(
+        "--compare", "dppo-optimal,grpo", "--compare_seeds", 2, *options, "--output_dir", tmp_path / "out",
+        PYTHONPATH=str(SCRIPT.parent),
+    )  # fmt: skip
+    saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    optimal, grpo = saved["rows"]
+    assert [optimal["method"], grpo["method"]] == ["dppo-optimal", "grpo"] and saved["device"]
+    assert grpo["speedup_prompts"] == [1.0, 1.0] and abs(grpo["second_moment"] - 1) < 1e-12 and grpo["bias"] < 1e-6
+    assert set(grpo["speedup_accuracy"]) <= {1.0}
+    for number, seed in enumerate((0, 1)):
+        records = read_lines(tmp_path / "out" / f"dppo-optimal-{seed}" / "metrics.jsonl")
+        for name in ("prompts_rolled", "completions_trained", "tokens_trained", "prompts_seen"):
+            assert optimal[name][number] == sum(record[name] for record in records)
+        assert optimal["seconds"][number] == records[-1]["seconds"] and all("accuracy" in r for r in records)
+    assert optimal["completions_trained"][0] < grpo["completions_trained"][0] == 8 * 64
+    table = (tmp_path / "out" / "comparison.md").read_text()
+    assert table in printed and [line.split("|")[1].strip() for line in table.splitlines()][2:] == [
+        "dppo-optimal",
+        "grpo",
+    ]
+    config = json.loads((tmp_path / "out" / "dppo-optimal-1" / "summary.json").read_text())["config"]
+    assert config["prompt_prune_rate"] == 0.9 and config["seed"] == 1
+    assert not list((tmp_path / "out").glob("*/model"))
+
+
+def short(prompts, completions, **columns):
+    return [float(len(completion) < 4) for completion in completions]
