@@ -654,9 +654,9 @@ def draw_prompts(pi: torch.Tensor, config: Config, generator: torch.Generator) -
 def draw_completions(pi, advantages, prompt_weights, config: Config, generator) -> torch.Tensor:
     """(B, G) keep probabilities, advantages and (B,) weights of the prompts -> (B, G) weights of both levels.
 
-    dppo-optimal draws along groups and signs of A instead of a random order, so that the sample holds its share of
-    each: neighbours have similar gradients, and of neighbours with a pi below 1/2 at most one is kept."""
-    strata = 3 * torch.arange(len(pi))[:, None] + advantages.sign()
+    dppo-optimal draws along the groups, in random order, and within them along the signs of A, so that the sample holds
+    its share of each: neighbours have similar gradients, and of neighbours with a pi below 1/2 at most one is kept."""
+    strata = 3 * torch.randperm(len(pi), generator=generator)[:, None] + advantages.sign()
     order = strata.flatten().argsort() if config.method == "dppo-optimal" else None
     return prompt_weights[:, None] * draw(pi.flatten(), generator, order).view_as(pi)
 

@@ -1413,7 +1413,7 @@ def test_the_same_seed_gives_the_same_metrics(method, objective, beta, inner_epo
     first, again, other = run("first", 0), run("again", 0), run("other", 1)
     assert first == again != other
     assert set(first[0]) >= METRICS - {"rollout_seconds", "train_seconds"}
-    assert (first[-1]["kl"] > 0) == (beta > 0) and (first[0]["clip_fraction"] > 0) == (inner_epochs > 1)
+    assert (first[-1]["kl"] > 0) == (beta > 0) and any(r["clip_fraction"] for r in first) == (inner_epochs > 1)
     assert read_lines(tmp_path / "first" / "samples.jsonl")
 
 
@@ -1554,6 +1554,7 @@ def test_the_measured_products_are_those_of_the_completions_gradients():
 def test_measured_bias_is_chance_for_the_unbiased_and_more_for_the_others():
     task = graded_task()
     measured = dppo.frozen_rollouts(task, Config(), 24)
+    measured[0]["streak"][::2] = 2.0  # or greso would have nothing to prune
     rates = dict.fromkeys(dppo.METHODS, 0.7) | {"cppo": 0.9}
     by_method = {
         method: dppo.measure_estimator(*measured, Config(method=method, completion_prune_rate=rate), draws=500)
