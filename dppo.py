@@ -22,7 +22,6 @@ the paper leaves open and this file decides.
 import copy
 import hashlib
 import importlib
-import inspect
 import json
 import math
 import os
@@ -36,21 +35,31 @@ from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
-from itertools import accumulate, count, islice, product
+from inspect import signature
+from itertools import accumulate, count, islice, product, zip_longest
 from pathlib import Path
 from statistics import median, median_low
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import transformers
 from datasets import disable_progress_bars, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.generation import ContinuousBatchingConfig
 from transformers.hf_argparser import HfArg, HfArgumentParser
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn = None
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of rollouts and forward passes; see make_optimizer
 
 
@@ -72,13 +81,14 @@ def attempt(what: str, call: Callable):
 
 LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, beta=0,
              temperature=1e-3, max_grad_norm=1e-12, clip_low=0, clip_high=0, max_prompt_tokens=1, eval_prompts=0,
-             max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=1,
+             max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=0,
              micro_batch_tokens=1, seed=0, eval_every=0, compare_seeds=1)
 # What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
-EMBEDDED_DEFAULTS = dict(learning_rate=1e-4, max_completion_tokens=22, temperature=0.7, reward="exact")
+EMBEDDED_DEFAULTS = dict(learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")
 HUB_DEFAULTS = dict(learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # clip_low, clip_high
 METHODS = ("grpo", "grpo-skip", "cppo", "greso", "dppo", "dppo-optimal")
+BIASED = ("cppo", "greso")  # they weigh what they keep by 1 and divide by how many that is
 
 
 @dataclass
@@ -88,10 +98,12 @@ class Config:
     method: Literal[METHODS] = HfArg(default="dppo", help="what is pruned, and how; see 5 Pruning")
     objective: Literal[tuple(CLIPPING)] = HfArg(default="grpo", help="advantages, normalisation, ratio; see 7 Update")
     prompt_prune_rate: float = HfArg(default=None, help="r_q, the fraction pruned of low-scored prompts; 0.7, "
-                                     "dppo-optimal: 0.9")
+                                     "dppo-optimal: 0.95")
     completion_prune_rate: float = HfArg(default=0.7, help="r_o, as r_q of completions; cppo: of all")
     compare: str = HfArg(default="", help=f"methods to run and compare in a table, such as {','.join(METHODS)}")
     compare_seeds: int = HfArg(default=3, help="with --compare: runs of each method, from --seed on")
+    benchmark: bool = HfArg(default=False, help="measure speed and memory in place of training; without --dataset, on "
+                            "random weights and lengths like GSM8K's")
 
     model: str = HfArg(default="", help="causal LM on the Hub or in a folder; empty: the embedded task")
     dataset: str = HfArg(default="", help="on the Hub, a folder, or a .json, .jsonl or .parquet file")
@@ -113,7 +125,7 @@ class Config:
     prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most; cppo, greso: more")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
-    learning_rate: float = HfArg(default=None, help="constant after the warm-up; embedded: 1e-4, else 1e-6")
+    learning_rate: float = HfArg(default=None, help="constant after the warm-up; embedded: 5e-5, else 1e-6")
     warmup_steps: int = HfArg(default=10, help="steps in which the learning rate rises linearly")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is clipped to this norm")
     clip_low: float = HfArg(default=None, help="the ratio is clipped below 1 - clip_low; 0.2, gspo: 3e-4")
@@ -123,8 +135,14 @@ class Config:
     temperature: float = HfArg(default=None, help="of rollouts and trained log-probabilities; embedded: 0.7, else 1")
     max_completion_tokens: int = HfArg(default=None, help="completions are cut here; embedded: 22, else 1024")
     rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate, at most")
-    slot_tokens: int = HfArg(default=0, help="capacity of a slot; 0: the longest sequence of the step")
-    pack_window: int = HfArg(default=64, help="sequences among which packing looks for one that fits")
+    rollout_cache: Literal["plain", "dynamic", "static", "paged"] = HfArg(
+        default="dynamic", help="plain: generate() as it is; static: compiled on CUDA; paged: continuous batching")
+    attention: Literal["auto", "varlen", "flex_attention", "sdpa"] = HfArg(
+        default="auto", help="of packed slots: varlen and flex skip what lies between sequences; auto: varlen on CUDA")
+    gradient_checkpointing: bool = HfArg(default=False, help="layers are computed again in the backward pass: less "
+                                         "memory, a third more work")
+    slot_tokens: int = HfArg(default=0, help="capacity of a slot; 0: the longest sequence, varlen, flex: a micro-batch")
+    pack_window: int = HfArg(default=64, help="sequences among which packing looks for one that fits; 0: a slot each")
     micro_batch_tokens: int = HfArg(default=16384, help="tokens in a forward and backward pass, at most")
 
     seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
@@ -132,10 +150,12 @@ class Config:
 
     def __post_init__(self):
         low, high = CLIPPING[self.objective]
-        defaults = dict(clip_low=low, clip_high=high, prompt_prune_rate=0.9 if self.method == "dppo-optimal" else 0.7)
+        defaults = dict(clip_low=low, clip_high=high, prompt_prune_rate=0.95 if self.method == "dppo-optimal" else 0.7)
         for name, value in (defaults | (HUB_DEFAULTS if self.model else EMBEDDED_DEFAULTS)).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.attention == "auto":
+            self.attention = "varlen" if DEVICE == "cuda" and varlen_attn else "sdpa"
         for name, least in LEAST.items():
             if not least <= getattr(self, name) < 2 ** 32:
                 raise InputError(f"--{name} must be at least {least} and below 2^32, got {getattr(self, name)}")
@@ -145,13 +165,15 @@ class Config:
         for name in ("dataset", "dataset_config", "prompt_column", "answer_column", "system_prompt", "eval_dataset"):
             if getattr(self, name) and not self.model:
                 raise InputError(f"--{name} needs --model; without it, the embedded model and task are trained")
-        if self.model and not self.dataset:
+        if self.model and not self.dataset and not self.benchmark:
             raise InputError("--model needs --dataset")
         if self.slot_tokens > self.micro_batch_tokens:
             raise InputError(f"--micro_batch_tokens must hold a slot, --slot_tokens {self.slot_tokens}")
-        if self.compare and not {"grpo"} <= set(self.compare.split(",")) <= set(METHODS):
-            raise InputError(f"--compare takes methods by commas, grpo among them, of {', '.join(METHODS)}")
+        if (self.compare or self.benchmark) and WORLD > 1:
+            raise InputError("--compare and --benchmark run in one process, not under torchrun")
         if self.compare:
+            if not {"grpo"} <= set(self.compare.split(",")) <= set(METHODS):
+                raise InputError(f"--compare takes methods by commas, grpo among them, of {', '.join(METHODS)}")
             self.eval_every = self.eval_every or max(1, math.ceil(self.steps / 20))
             if self.steps < 3 * self.eval_every:
                 raise InputError("--compare needs 3 evaluations of each run: more --steps, or a smaller --eval_every")
@@ -265,12 +287,23 @@ def load_task(config: Config) -> Task:
     if score_completions(task, trial, [[[], []] for _ in trial]).isnan().all():
         raise InputError(f"--reward {config.reward} can grade none of the first {len(trial)} answers")
     folder = config.model or warm_started(task.tokenizer)
-    task.model = attempt(f"model {folder} cannot be loaded", lambda: transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPE)).to(DEVICE).eval()  # eval, since dropout would falsify the ratio
+    task.model = prepare_model(attempt(f"model {folder} cannot be loaded", lambda: (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE))), config)
     if len(task.tokenizer) > task.model.get_input_embeddings().num_embeddings:
         raise InputError(f"--model {config.model}: its tokenizer has more tokens than the model's vocabulary")
     check_packing(task.model, task.train[:2])
     return task
+
+
+def prepare_model(model, config: Config):
+    """The model on its device, with the attention and checkpointing asked for; says so in a line."""
+    model.to(DEVICE).eval().set_attn_implementation(config.attention)  # eval, since dropout would falsify the ratio
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    if RANK == 0:
+        print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.2f} M weights, "
+              f"{str(DTYPE)[6:]} on {DEVICE_NAME}; attention: {config.attention}; cache: {config.rollout_cache}")
+    return model
 
 
 def score_completions(task: Task, examples: list[dict], completions: list[list[list[int]]]) -> torch.Tensor:
@@ -367,7 +400,7 @@ def to_examples(rows, config: Config, tokenizer) -> list[dict]:
 # The embedded task: sort the digits of a string. For each class of difficulty: its share of the prompts, how many
 # digits, how often a digit of a demonstration is wrong, and its share of the demonstrations. Easy prompts are nearly
 # always solved before training and hard ones never, as in real datasets; that is what pruning is for.
-SORTING = {"easy": (0.4, (2, 3), 0.0, 0.45), "middle": (0.2, (9, 12), 0.2, 0.45), "hard": (0.4, (17, 20), 0.5, 0.10)}
+SORTING = {"easy": (0.45, (2, 3), 0.0, 0.5), "middle": (0.15, (9, 12), 0.2, 0.5), "hard": (0.4, (17, 20), 0.0, 0.0)}
 WARM_START = dict(steps=400, batch_size=64, learning_rate=2e-3)
 SORTER = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
               head_dim=32, max_position_embeddings=64, tie_word_embeddings=True)
@@ -400,7 +433,7 @@ def warm_started(tokenizer) -> Path:
     """The folder of a model taught by noisy demonstrations, made by the first run and kept in the user's cache folder.
 
     Supervised learning is the policy gradient with advantage 1 on somebody else's completions: train_step does it."""
-    recipe = repr((SORTING, WARM_START, SORTER, inspect.getsource(warm_started), torch.__version__))
+    recipe = repr((SORTING, WARM_START, SORTER, warm_started.__code__.co_code, torch.__version__))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo")
     folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if folder.exists():
@@ -447,23 +480,83 @@ def rollout(task: Task, examples: list[dict], samples: int, config: Config) -> l
 
     generate() takes what its caller leaves open from the model's own generation_config. Qwen's holds top_k, top_p and a
     repetition penalty: the rollouts would come from another policy than the one whose log-probabilities are trained.
-    So the model gets a clean one while it generates."""
+    So the model gets a clean one while it generates, and attention that knows a cache."""
     model, ends = task.model, end_ids(task)
-    own, model.generation_config = model.generation_config, transformers.GenerationConfig(
+    own = model.generation_config, model.config._attn_implementation
+    model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, max_new_tokens=config.max_completion_tokens,
         eos_token_id=sorted(ends) or None, pad_token_id=task.tokenizer.pad_token_id)
-    completions = [[] for _ in examples]
-    rows = sorted(list(range(len(examples))) * samples, key=lambda q: len(examples[q]["prompt_ids"]))
+    model.set_attn_implementation("sdpa")
+    prompts, completions = [e["prompt_ids"] for e in examples], [None] * len(examples)
+    # Prompts of similar length share a batch, which is as wide as its longest one; paged needs no batches.
+    order = sorted(range(len(prompts)), key=lambda q: len(prompts[q]))
+    batch_size = len(prompts) if config.rollout_cache == "paged" else max(1, config.rollout_batch_size // samples)
     try:
-        for start in range(0, len(rows), config.rollout_batch_size):
-            batch = rows[start:start + config.rollout_batch_size]
-            inputs = task.tokenizer.pad({"input_ids": [examples[q]["prompt_ids"] for q in batch]}, return_tensors="pt")
-            output = model.generate(**inputs.to(model.device))[:, inputs["input_ids"].shape[1]:]
-            for q, ids in zip(batch, output.tolist()):
-                completions[q].append(trim_completion(ids, ends))
+        for start in range(0, len(order), batch_size):
+            batch = order[start:start + batch_size]
+            ids = generate(task, [prompts[q] for q in batch], samples, config)
+            for j, q in enumerate(batch):
+                completions[q] = [trim_completion(c, ends) for c in ids[j * samples:(j + 1) * samples]]
     finally:
-        model.generation_config = own
+        model.generation_config = own[0]
+        model.set_attn_implementation(own[1])
     return completions
+
+
+def generate(task: Task, prompts: list[list[int]], samples: int, config: Config) -> list[list[int]]:
+    """The model's own sampling: `samples` completions of each of B prompts, in token ids, a prompt's side by side.
+
+    paged (continuous batching) and dynamic read a prompt once for all its samples. With paged, the place of what has
+    ended goes to the next in line; with dynamic, what has ended leaves the batch, every eighth of the way: generate()
+    alone would go on at the pace of all rows until the last has ended."""
+    model, settings = task.model, task.model.generation_config
+    if config.rollout_cache == "paged":
+        settings.num_return_sequences = samples
+        outputs = model.generate_batch(prompts, settings, ContinuousBatchingConfig(
+            max_requests_per_batch=config.rollout_batch_size,
+            seed=int(torch.randint(2 ** 31, ())))).values()  # it draws from a generator of its own
+        if len(outputs) < len(prompts) * samples or any(output.error for output in outputs):
+            raise InputError("--rollout_cache paged: continuous batching failed")
+        return [output.generated_tokens for output in outputs]
+    inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
+    width = inputs["input_ids"].shape[1]
+    if config.rollout_cache != "dynamic":
+        settings.cache_implementation = "static" if config.rollout_cache == "static" else None
+        return model.generate(**inputs, num_return_sequences=samples)[:, width:].tolist()
+    cache = transformers.DynamicCache(config=model.config)
+    if width > 1:  # all but the last token, with which generate() starts
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        model.get_decoder()(**{name: x[:, :-1] for name, x in dict(inputs, position_ids=positions).items()},
+                            past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(samples)
+    ids, mask = (inputs[name].repeat_interleave(samples, dim=0) for name in ("input_ids", "attention_mask"))
+    ends = torch.tensor(settings.eos_token_id or [], device=ids.device)
+    rows, completions, left = list(range(len(ids))), [[] for _ in ids], settings.max_new_tokens
+    while rows and left:
+        some = min(left, math.ceil(settings.max_new_tokens / 8))
+        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=some)
+        new = ids[:, mask.shape[1]:]
+        for row, tokens in zip(rows, new.tolist()):
+            completions[row] += tokens
+        live = (~torch.isin(new, ends).any(dim=1)).nonzero().squeeze(1)
+        cache.batch_select_indices(live)
+        rows, ids, left = [rows[i] for i in live], ids[live], left - new.shape[1]
+        mask = torch.nn.functional.pad(mask[live], (0, new.shape[1]), value=1)
+    return completions
+
+
+def scored_rollout(task: Task, examples: list[dict], samples: int, config: Config) -> tuple[list, torch.Tensor]:
+    """rollout and score_completions -> completions, (B, samples) rewards. Under torchrun, each process takes its share
+    of the examples, and all get all results: what follows is the same everywhere, the draws too."""
+    mine = examples[RANK::WORLD]
+    completions = rollout(task, mine, samples, config)
+    rewards = score_completions(task, mine, completions).tolist() if mine else []
+    if WORLD > 1:
+        parts = [None] * WORLD
+        dist.all_gather_object(parts, list(zip(completions, rewards)))
+        turns = (group for turn in zip_longest(*parts) for group in turn if group)
+        completions, rewards = map(list, zip(*turns))
+    return completions, torch.tensor(rewards, dtype=torch.float64)
 
 
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
@@ -548,8 +641,8 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
     return (high * scores).clamp(floor, 1)
 
 
-FLOOR = 0.07  # of dppo-optimal's pi, where what looks useless may have a gradient: a level's weights stay below 15
-PRIOR = 0.05  # of the Beta prior of a prompt's success rate: most prompts are solved nearly always or nearly never
+FLOOR = 0.04  # of dppo-optimal's pi, where what looks useless may have a gradient: a level's weights are at most 25
+PRIOR = 0.01  # of the Beta prior of a prompt's success rate: most prompts are solved nearly always or nearly never
 DECAY = 0.8  # what a visit to a prompt still counts one visit later, since the policy changes
 
 
@@ -644,11 +737,11 @@ def completion_probabilities(rewards, advantages, prompt_weights, config: Config
 
 
 def draw_prompts(pi: torch.Tensor, config: Config, generator: torch.Generator) -> torch.Tensor:
-    """(n,) keep probabilities of prompts -> (n,) weights, 0 where pruned; greso, which is biased, weighs by 1.
+    """(n,) keep probabilities of prompts -> (n,) weights, 0 where pruned; the biased methods weigh by 1.
 
     At least one is kept: where the pi sum up to less than 1, they are scaled to 1, which is known before the draw."""
     weights = draw(pi / pi.sum().clamp(max=1), generator)
-    return weights.sign() if config.method == "greso" else weights
+    return weights.sign() if config.method in BIASED else weights
 
 
 def draw_completions(pi, advantages, prompt_weights, config: Config, generator) -> torch.Tensor:
@@ -656,14 +749,16 @@ def draw_completions(pi, advantages, prompt_weights, config: Config, generator) 
 
     dppo-optimal draws along the groups, in random order, and within them along the signs of A, so that the sample holds
     its share of each: neighbours have similar gradients, and of neighbours with a pi below 1/2 at most one is kept."""
-    strata = 3 * torch.randperm(len(pi), generator=generator)[:, None] + advantages.sign()
-    order = strata.flatten().argsort() if config.method == "dppo-optimal" else None
+    order = None
+    if config.method == "dppo-optimal":
+        strata = 3 * torch.randperm(len(pi), generator=generator)[:, None] + advantages.sign()
+        order = strata.flatten().argsort()
     return prompt_weights[:, None] * draw(pi.flatten(), generator, order).view_as(pi)
 
 
 def denominator(weights: torch.Tensor, candidates: int, config: Config) -> int:
     """What a step's sum is divided by: N G candidates before any pruning, or by the biased methods what they kept."""
-    return int((weights > 0).sum()) if config.method in ("cppo", "greso") else candidates
+    return int((weights > 0).sum()) if config.method in BIASED else candidates
 
 
 # ---- 6. Packing: the paper's Dense Prompt Packing --------------------------------------------------------------------
@@ -695,47 +790,77 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
 def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots, and the slots' density.
 
-    A slot is by default as long as the longest sequence: its attention mask is dense, longer ones would cost more."""
+    A slot is by default as long as the longest sequence, since with sdpa its attention mask is dense and longer ones
+    would cost more, or, with attention that skips what lies between sequences, a micro-batch."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
-    capacity = config.slot_tokens or max(lengths)
-    slots = [[indices[j] for j in slot] for slot in pack(lengths, capacity, config.pack_window)]
+    longest = max(lengths, default=1)
+    capacity = config.slot_tokens or (longest if config.attention == "sdpa" else config.micro_batch_tokens)
+    slots = pack(lengths, capacity, config.pack_window) if config.pack_window else [[j] for j in range(len(indices))]
+    slots = [[indices[j] for j in slot] for slot in slots]
     rows = config.micro_batch_tokens // capacity
-    return [slots[i:i + rows] for i in range(0, len(slots), rows)], sum(lengths) / (len(slots) * capacity)
+    return [slots[i:i + rows] for i in range(0, len(slots), rows)], sum(lengths) / max(1, len(slots) * capacity)
 
 
 # ---- 7. Update -------------------------------------------------------------------------------------------------------
 
-LOGIT_CHUNK = 2048  # tokens whose logits exist at a time: 1.2 GB in float32 with Qwen's vocabulary
+LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
+
+
+def varlen_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None,
+                     **kwargs):
+    """Attention for transformers, of (1, heads, T, d) queries, by a kernel for sequences that lie end to end."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    causal = dict(window_size=(-1, 0)) if "window_size" in signature(varlen_attn).parameters else dict(is_causal=True)
+    output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **causal)
+    return output[None], None
+
+
+transformers.AttentionInterface.register("varlen", varlen_attention)
 
 
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
     """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
 
     Position ids restart with each sequence, from which transformers builds the block-diagonal causal mask: attention
-    never crosses a boundary. Logits exist for completion tokens only, chunk by chunk, and are computed again for the
-    backward pass instead of being kept."""
+    never crosses a boundary. (At the end of a slot they go on: padding belongs to the last sequence, which cannot see
+    it.) Logits exist for completion tokens only, chunk by chunk, and are computed again for the backward pass instead
+    of being kept. The device is never waited for."""
     width = max(sum(len(p) + len(c) for p, c in (sequences[i] for i in slot)) for slot in slots)
     input_ids, position_ids = torch.zeros(2, len(slots), width, dtype=torch.long)
-    predicting = []  # the hidden state at t predicts token t + 1
+    starts, predicting = [], []  # the hidden state at t predicts token t + 1
     for row, slot in enumerate(slots):
         start = 0
         for prompt, completion in (sequences[i] for i in slot):
             end = start + len(prompt) + len(completion)
             input_ids[row, start:end] = torch.tensor(prompt + completion)
-            position_ids[row, start:end] = torch.arange(end - start)
+            position_ids[row, start:] = torch.arange(width - start)
+            starts.append(start + row * width)
             predicting.append(torch.arange(start + len(prompt) - 1, end - 1) + row * width)
             start = end
-    predicting = torch.cat(predicting)
-    targets = input_ids.flatten()[predicting + 1].to(model.device)
-    hidden = model.get_decoder()(input_ids=input_ids.to(model.device), position_ids=position_ids.to(model.device),
-                                 use_cache=False).last_hidden_state.flatten(0, 1)[predicting.to(model.device)]
+    predicting, attention = torch.cat(predicting), {}
+    tensors = [input_ids, position_ids, predicting, input_ids.flatten()[predicting + 1]]
+    if model.config._attn_implementation == "varlen":
+        tensors[:2] = input_ids.view(1, -1), position_ids.view(1, -1)
+        bounds = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)
+        attention = dict(cu_seq_lens_q=bounds.to(model.device, non_blocking=True),
+                         max_length_q=int(bounds.diff().max()))
+    input_ids, position_ids, predicting, targets = (x.to(model.device, non_blocking=True) for x in tensors)
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:  # which computes again only what is in training
+        layer.training = torch.is_grad_enabled()
+    hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False,
+                                 **attention).last_hidden_state.flatten(0, 1)[predicting]
+    for layer in layers:
+        layer.training = False
 
     def of_chunk(hidden, targets):
         logprobs = (model.get_output_embeddings()(hidden).float() / temperature).log_softmax(dim=-1)
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(dim=-1)
         return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    chunks = [checkpoint(of_chunk, h, t, use_reentrant=False)
+    chunks = [checkpoint(of_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
               for h, t in zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))]
     return tuple(torch.cat(parts) for parts in zip(*chunks))
 
@@ -757,7 +882,7 @@ def check_packing(model, examples: list[dict]) -> None:
 def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: Config) -> dict[int, torch.Tensor]:
     """Log-probabilities, by index, of the completions at `indices` under a fixed policy: the old or the reference."""
     result = {}
-    for slots in pack_micro_batches(sequences, indices, config)[0] if indices else ():
+    for slots in pack_micro_batches(sequences, indices, config)[0]:
         order = [i for slot in slots for i in slot]
         logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
         result.update(zip(order, logprobs.split([len(sequences[i][1]) for i in order])))
@@ -806,34 +931,46 @@ def make_optimizer(model, config: Config) -> torch.optim.AdamW:
 
 
 def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: float,
-               config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
+               config: Config, old: dict | None = None, ref: dict | None = None, mark=lambda phase: None) -> dict:
     """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
 
     sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: see
-    policy_loss; old, ref: frozen_logprobs. Without `old` the policy is the one that sampled: the ratio is 1 in value,
-    but its gradient is not zero. Entropy, kl and clip_fraction are means over the trained tokens, unweighted."""
+    policy_loss; old, ref: frozen_logprobs; mark: called at the end of each phase, with its name. Without `old` the
+    policy is the one that sampled: the ratio is 1 in value, but its gradient is not zero. Entropy, kl and clip_fraction
+    are means over the trained tokens, unweighted. Under torchrun each process trains a share; gradients are summed."""
     kept = weights.nonzero().squeeze(1).tolist()
     if not kept or not (advantages[kept].any() or config.beta):  # a step would move on Adam's momentum alone
         return dict.fromkeys(
             ("completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"), 0)
-    micro_batches, density = pack_micro_batches(sequences, kept, config)
+    micro_batches, density = pack_micro_batches(sequences, [i for i in kept if i % WORLD == RANK], config)
+    mark("packing")
     sums = torch.zeros(3, device=model.device)
     for slots in micro_batches:
         order = [i for slot in slots for i in slot]
-        lengths = torch.tensor([len(sequences[i][1]) for i in order], device=model.device)
+        lengths = torch.tensor([len(sequences[i][1]) for i in order])
         logprobs, entropy = completion_logprobs(model, sequences, slots, config.temperature)
+        inputs = (x.to(model.device, non_blocking=True) for x in (
+            lengths, advantages[order].to(logprobs.dtype), weights[order].to(logprobs.dtype)))
         loss, metrics = policy_loss(logprobs, torch.cat([old[i] for i in order]) if old else logprobs.detach(),
-                                    torch.cat([ref[i] for i in order]) if ref else None, lengths,
-                                    advantages[order].to(logprobs), weights[order].to(logprobs), total, config)
+                                    torch.cat([ref[i] for i in order]) if ref else None, *inputs, total, config)
+        mark("forward")
         loss.backward()
         sums += torch.cat([entropy.sum()[None], metrics])
-    grad_norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], config.max_grad_norm)
+        mark("backward")
+    parameters = optimizer.param_groups[0]["params"]
+    if WORLD > 1:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        dist.all_reduce(sums)
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     tokens = sum(len(sequences[i][1]) for i in kept)
-    entropy, clipped, kl = (sums / tokens).tolist()
-    return dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density, grad_norm=grad_norm.item(),
-                entropy=entropy, kl=kl, clip_fraction=clipped)
+    values = torch.stack([*(sums / tokens), grad_norm.to(sums)]).tolist()  # waits for the device, once a step
+    mark("optimizer")
+    return dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density,
+                **dict(zip(("entropy", "clip_fraction", "kl", "grad_norm"), values)))
 
 
 # ---- 8. Training -----------------------------------------------------------------------------------------------------
@@ -845,8 +982,8 @@ def evaluate(task: Task, config: Config) -> dict:
     results, means, k = {}, [], config.eval_samples
     for name, examples in task.evals.items():
         with torch.random.fork_rng([torch.cuda.current_device()] if DEVICE == "cuda" else []):
-            torch.manual_seed(0)
-            rewards = score_completions(task, examples, rollout(task, examples, k, config))
+            torch.manual_seed(RANK)
+            _, rewards = scored_rollout(task, examples, k, config)
         rewards = rewards[~rewards.isnan().any(dim=1)]
         if len(rewards):
             means += rewards.mean(dim=1).tolist()
@@ -872,7 +1009,7 @@ def rollout_metrics(rewards, completions, prompt_weights, weights, ends: set[int
 
 def new_output_dir(config: Config) -> Path:
     """The run's folder, which is made only once the task is loaded. Raises InputError if it cannot be used."""
-    name = "comparison" if config.compare else config.method
+    name = "benchmark" if config.benchmark else "comparison" if config.compare else config.method
     out = Path(config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}")
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -887,22 +1024,25 @@ def train(config: Config, task: Task | None = None) -> dict:
     into its own folder."""
     started, out = time.perf_counter(), new_output_dir(config)
     task = task or load_task(config)
-    attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
-    transformers.set_seed(config.seed)
+    if RANK == 0:
+        attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
+    transformers.set_seed((config.seed + RANK) % 2 ** 32)
     before = after = evaluate(task, config)
     if config.steps:
+        files = (out / "metrics.jsonl", out / "samples.jsonl") if RANK == 0 else (os.devnull, os.devnull)
         try:
-            training_loop(task, config, (out / "metrics.jsonl").open("w"), (out / "samples.jsonl").open("w"))
+            training_loop(task, config, *(open(file, "w") for file in files))
         finally:  # also when it is interrupted, or a reward function fails in the middle
-            if not config.compare:
+            if RANK == 0 and not config.compare:
                 task.model.save_pretrained(out / "model")
                 task.tokenizer.save_pretrained(out / "model")
         after = evaluate(task, config)
     summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
                    wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
-    (out / "summary.json").write_text(json.dumps(summary, indent=2))
-    accuracies = ["none" if a is None else f"{a:.3f}" for a in (before["accuracy"], after["accuracy"])]
-    print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}")
+    if RANK == 0:
+        (out / "summary.json").write_text(json.dumps(summary, indent=2))
+        accuracies = ["none" if a is None else f"{a:.3f}" for a in (before["accuracy"], after["accuracy"])]
+        print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}")
     return summary
 
 
@@ -922,9 +1062,7 @@ def gather(task: Task, order: torch.Tensor, history: dict, config: Config, gener
         window = torch.cat([window, candidates])
         weights = draw_prompts(rule(candidates), config, generator)
         prompts, weights = candidates[weights > 0], weights[weights > 0]
-        examples = [task.train[q] for q in prompts]
-        completions = rollout(task, examples, config.group_size, config)
-        rewards = score_completions(task, examples, completions)
+        completions, rewards = scored_rollout(task, [task.train[q] for q in prompts], config.group_size, config)
         parts.append((prompts, weights, completions, rewards))
         mixed += int(group_advantages(rewards).any(dim=1).sum())
         share = max(mixed, 1) / sum(len(part[0]) for part in parts)
@@ -940,7 +1078,8 @@ def training_loop(task: Task, config: Config, metrics_file, samples_file) -> Non
     reference = copy.deepcopy(model) if config.beta > 0 else None
     history, order = new_history(n), torch.empty(0, dtype=torch.long)
     mean_length, total_seen, seconds = None, 0, 0.0
-    bar = tqdm(range(1, config.steps + 1), bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
+    bar = tqdm(range(1, config.steps + 1), disable=RANK > 0,
+               bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
     for step in bar:
         clock = time.perf_counter()
         if len(order) < n:  # a window reaches into the next epoch, so that none is small
@@ -1002,12 +1141,11 @@ def frozen_rollouts(task: Task, config: Config, prompts: int) -> tuple[dict, tor
     that the completions would have alone, on which all that measure_estimator tells depends. Of a model with more than
     a million weights, evenly spaced coordinates of the gradients stand for all, about a million."""
     examples, scale_by_std = task.train[:prompts], config.objective != "dr_grpo"
-    visits = [rollout(task, examples, config.group_size, config) for _ in range(2)]
-    first, rewards = (score_completions(task, examples, completions) for completions in visits)
+    (_, first), (completions, rewards) = (scored_rollout(task, examples, config.group_size, config) for _ in range(2))
     history = new_history(len(examples))
     update_history(history, torch.arange(len(examples)), first, group_advantages(first, scale_by_std))
     advantages = group_advantages(rewards, scale_by_std).flatten()
-    sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, visits[1]) for ids in group]
+    sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
     parameters = list(task.model.parameters())
     stride = 1 + sum(p.numel() for p in parameters) // 1_000_000 | 1  # odd, to meet every column of a weight
     informative = advantages.nonzero().squeeze(1)  # the others have no gradient: of KL neither, where ref is the policy
@@ -1139,9 +1277,160 @@ def comparison_table(rows: list[dict]) -> str:
     head = ["method", "accuracy before → after", "seconds: rollout + training", "speed-up, same prompts",
             "speed-up, GRPO's accuracy", "prompts seen", "rolled out", "completions trained", "tokens trained",
             "second moment", "bias", "bias of direction"]
-    table = [head, ["---"] * len(head), *map(cells, rows)]
+    return markdown(head, map(cells, rows))
+
+
+def markdown(head: list[str], rows) -> str:
+    """A table of cells of text."""
+    table = [head, ["---"] * len(head), *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in table)
+
+
+# ---- 10. Benchmark ---------------------------------------------------------------------------------------------------
+
+PHASES = ("rollout", "reward", "packing", "forward", "backward", "optimizer")
+GSM8K_LIKE = dict(prompt=(8, 7.5, 194), completion=(5, 24.2, 453))  # tokens: shape and scale of a gamma; the longest
+
+
+def gsm8k_like(kind: str, rng: random.Random) -> int:
+    shape, scale, longest = GSM8K_LIKE[kind]
+    return max(1, min(longest, round(rng.gammavariate(shape, scale))))
+
+
+def random_task(config: Config) -> Task:
+    """A model with random weights of the architecture that --model configures, and prompts of random tokens. Any token
+    ends a completion with the same probability, so that they have the mean length of GSM8K's; rewards are drawn."""
+    architecture = attempt(f"--model {config.model} has no configuration",
+                           lambda: transformers.AutoConfig.from_pretrained(config.model))
+    transformers.set_seed(config.seed)
+    with torch.device(DEVICE):
+        model = prepare_model(transformers.AutoModelForCausalLM.from_config(architecture, dtype=DTYPE), config)
+    tokenizer, rng = sorting_data(replace(config, eval_prompts=0))[2], random.Random(config.seed)
+    model.generation_config.eos_token_id = end = tokenizer.eos_token_id
+    head, size = model.get_output_embeddings(), architecture.vocab_size
+    head.bias = torch.nn.Parameter(head.weight.new_zeros(len(head.weight)))
+    head.bias.data[end] = math.log(size / (math.prod(GSM8K_LIKE["completion"][:2]) - 1))
+    train = [dict(prompt="", prompt_ids=rng.choices(range(13, size), k=gsm8k_like("prompt", rng)),
+                  solved=rng.choice([0, 0.2, 0.5, 0.8, 1])) for _ in range(8 * config.prompts_per_step)]
+    reward = lambda prompts, completions, solved, **_: [float(rng.random() < p) for p in solved]
+    return Task(train, {}, tokenizer, reward, model)
+
+
+def training_flops(model, sequences: list[tuple]) -> float:
+    """Of a forward and backward pass: 6 for each weight and token, the head's for completions only, and attention."""
+    c, embedding, head = model.config, model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    body = sum(p.numel() for p in model.parameters()) - embedding.numel() - (head is not embedding) * head.numel()
+    width = c.num_hidden_layers * model.get_decoder().layers[0].self_attn.q_proj.out_features
+    return sum(6 * (body * len(p + c) + head.numel() * len(c) + width * len(p + c) ** 2) for p, c in sequences)
+
+
+def matrix_product_rate() -> float:
+    """FLOP/s of a large matrix product in DTYPE on this device: what model FLOPs utilisation is relative to."""
+    n, seconds = 8192 if DEVICE == "cuda" else 2048, []
+    a = torch.randn(n, n, device=DEVICE, dtype=DTYPE)
+    for _ in range(8):
+        clock = now()
+        a @ a
+        seconds.append(now() - clock)
+    return 2 * n ** 3 / min(seconds)
+
+
+def now() -> float:
+    """Seconds, once the device has done what it was asked."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def benchmark_step(task: Task, config: Config, history: dict, order: torch.Tensor, optimizer, draws) -> dict:
+    """A step on the next prompts of `order` -> its figures. draws: a torch.Generator, and a random.Random or None; with
+    it, what is trained is as long as GSM8K's solutions, not as what was rolled out."""
+    phases, clock = dict.fromkeys(PHASES, 0.0), now()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def mark(phase):
+        nonlocal clock
+        phases[phase] -= clock
+        clock = now()
+        phases[phase] += clock
+
+    generator, rng = draws
+    rule = prompt_rule(history, config)
+    window = grow_window(order, rule, config.prompts_per_step)
+    prompt_weights = draw_prompts(rule(window), config, generator)
+    prompts, prompt_weights = window[prompt_weights > 0], prompt_weights[prompt_weights > 0]
+    examples = [task.train[q] for q in prompts]
+    completions = rollout(task, examples, config.group_size, config)
+    mark("rollout")
+    rewards = score_completions(task, examples, completions)
+    mark("reward")
+    rolled = sum(len(ids) for group in completions for ids in group)
+    if rng:
+        completions = [[rng.choices(range(2, 1000), k=gsm8k_like("completion", rng)) for _ in group]
+                       for group in completions]
+    sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
+    advantages = group_advantages(rewards)
+    clock = now()
+    pi = completion_probabilities(rewards, advantages, prompt_weights, config)
+    weights = draw_completions(pi, advantages, prompt_weights, config, generator).flatten()
+    update = train_step(task.model, optimizer, sequences, advantages.flatten(), weights,
+                        len(window) * config.group_size, config, mark=mark)
+    trained = [sequences[i] for i in weights.nonzero()]
+    seconds = sum(phases.values())
+    training = max(1e-9, seconds - phases["rollout"] - phases["reward"])  # 0 where no completion had an advantage
+    return phases | dict(step=seconds, per_prompt=seconds / len(window), rollout_rate=rolled / phases["rollout"],
+                         training_rate=sum(len(p + c) for p, c in trained) / training,
+                         flops=training_flops(task.model, trained) / training, density=update["slot_density"],
+                         memory=torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else math.nan)
+
+
+def benchmark(config: Config, repeats: int = 5) -> dict:
+    """Two tables, of rollouts by kind of cache and of steps without learning (at a rate of 0), printed and saved.
+
+    What is compared alternates, and a first round, of warm-up, does not count. Medians, lowest and highest."""
+    out = new_output_dir(config)
+    random_weights = config.model and not config.dataset
+    task = random_task(config) if random_weights else load_task(config)
+    draws = torch.Generator().manual_seed(config.seed), random.Random(config.seed) if random_weights else None
+    history, order = new_history(len(task.train)), torch.arange(len(task.train))
+    for prompts in tqdm(order.split(config.prompts_per_step), desc="a first visit of the prompts"):
+        _, rewards = scored_rollout(task, [task.train[q] for q in prompts], config.group_size, config)
+        update_history(history, prompts, rewards, group_advantages(rewards))
+    peak, optimizer = matrix_product_rate(), make_optimizer(task.model, config)
+    optimizer.param_groups[0]["lr"] = 0.0
+    caches = ["plain", "dynamic", "static", "paged"][:4 if DEVICE == "cuda" else 3]  # paged on a CPU is for tests
+    steps = {"GRPO, padded": dict(method="grpo", pack_window=0), "GRPO, packed": dict(method="grpo"),
+             "DPPO, packed": dict(method="dppo")}
+    results = {name: [] for name in (*caches, *steps)}
+    for repeat in tqdm(range(repeats + 1), desc="rounds"):
+        for cache in caches:
+            clock = now()
+            groups = rollout(task, task.train[:config.prompts_per_step], config.group_size,
+                             replace(config, rollout_cache=cache))
+            rolled = sum(len(ids) for group in groups for ids in group)
+            results[cache].append(dict(seconds=now() - clock, rollout_rate=rolled / (now() - clock)))
+        for name, changes in steps.items():
+            step = benchmark_step(task, replace(config, **changes), history,
+                                  order.roll(-repeat * config.prompts_per_step), optimizer, draws)
+            results[name].append(step | dict(utilisation=step["flops"] / peak))
+
+    def cells(name, *columns):
+        values = {column: [result[column] for result in results[name][1:]] for column in columns}
+        return [name, *(f"{median(v):.3g} ({min(v):.3g} to {max(v):.3g})" for v in values.values())]
+
+    columns = ("step", "per_prompt", "rollout_rate", "training_rate", "utilisation", "density", "memory", *PHASES)
+    table = "\n\n".join([
+        f"{DEVICE_NAME}, {str(DTYPE)[6:]}: a matrix product runs at {peak / 1e12:.3g} TFLOP/s",
+        markdown(["rollout cache", "seconds", "tokens/s"], [cells(name, "seconds", "rollout_rate") for name in caches]),
+        markdown(["step", "seconds", "s per prompt seen", "rollout tokens/s", "training tokens/s", "FLOPs utilisation",
+                  "slot density", "peak GB", *PHASES], [cells(name, *columns) for name in steps])])
+    attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
+    (out / "benchmark.md").write_text(table)
+    (out / "benchmark.json").write_text(json.dumps(dict(peak_flops=peak, config=asdict(config), results=results)))
+    print(f"\n{table}\n\nresults are in {out}")
+    return results
 
 
 def main() -> None:
@@ -1151,7 +1440,13 @@ def main() -> None:
     disable_progress_bars()
     try:
         settings = vars(parser.parse_args())
-        if settings["compare"]:
+        if WORLD > 1:
+            if DEVICE == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group()
+        if settings["benchmark"]:
+            benchmark(Config(**settings))
+        elif settings["compare"]:
             compare(**settings)
         else:
             train(Config(**settings))
