@@ -27,7 +27,9 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
+import signal
 import sys
 import time
 from argparse import SUPPRESS
@@ -54,13 +56,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
+except ImportError:
     varlen_attn = None
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of rollouts and forward passes; see make_optimizer
+# From Ampere and torch 2.12 on, when it began to take a window and a scale.
+VARLEN = (DEVICE == "cuda" and varlen_attn is not None and "window_size" in signature(varlen_attn).parameters
+          and torch.cuda.get_device_capability() >= (8, 0))
 
 
 class InputError(ValueError):
@@ -82,7 +87,7 @@ def attempt(what: str, call: Callable):
 LEAST = dict(group_size=2, prompts_per_step=1, inner_epochs=1, steps=0, warmup_steps=0, learning_rate=1e-12, beta=0,
              temperature=1e-3, max_grad_norm=1e-12, clip_low=0, clip_high=0, max_prompt_tokens=1, eval_prompts=0,
              max_completion_tokens=1, eval_samples=1, rollout_batch_size=1, slot_tokens=0, pack_window=0,
-             micro_batch_tokens=1, seed=0, eval_every=0, compare_seeds=1)
+             micro_batch_tokens=1, seed=0, eval_every=0, compare_seeds=1, save_every=0)
 # What a field's default depends on: the embedded model is a thousand times smaller than the smallest Qwen.
 EMBEDDED_DEFAULTS = dict(learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")
 HUB_DEFAULTS = dict(learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")
@@ -98,12 +103,12 @@ class Config:
     method: Literal[METHODS] = HfArg(default="dppo", help="what is pruned, and how; see 5 Pruning")
     objective: Literal[tuple(CLIPPING)] = HfArg(default="grpo", help="advantages, normalisation, ratio; see 7 Update")
     prompt_prune_rate: float = HfArg(default=None, help="r_q, the fraction pruned of low-scored prompts; 0.7, "
-                                     "dppo-optimal: 0.95")
+                                     "dppo-optimal: 0.9")
     completion_prune_rate: float = HfArg(default=0.7, help="r_o, as r_q of completions; cppo: of all")
     compare: str = HfArg(default="", help=f"methods to run and compare in a table, such as {','.join(METHODS)}")
     compare_seeds: int = HfArg(default=3, help="with --compare: runs of each method, from --seed on")
-    benchmark: bool = HfArg(default=False, help="measure speed and memory in place of training; without --dataset, on "
-                            "random weights and lengths like GSM8K's")
+    benchmark: bool = HfArg(default=False, help="measure speed and memory in place of training; with --model but no "
+                            "--dataset, on random weights and lengths like GSM8K's")
 
     model: str = HfArg(default="", help="causal LM on the Hub or in a folder; empty: the embedded task")
     dataset: str = HfArg(default="", help="on the Hub, a folder, or a .json, .jsonl or .parquet file")
@@ -132,7 +137,7 @@ class Config:
     clip_high: float = HfArg(default=None, help="the ratio is clipped above 1 + clip_high; 0.2, dapo: 0.28, gspo: 4e-4")
     beta: float = HfArg(default=0.0, help="weight of the KL divergence from the initial model")
 
-    temperature: float = HfArg(default=None, help="of rollouts and trained log-probabilities; embedded: 0.7, else 1")
+    temperature: float = HfArg(default=None, help="of rollouts, evaluation and training; embedded: 0.7, else 1")
     max_completion_tokens: int = HfArg(default=None, help="completions are cut here; embedded: 22, else 1024")
     rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate, at most")
     rollout_cache: Literal["plain", "dynamic", "static", "paged"] = HfArg(
@@ -147,15 +152,19 @@ class Config:
 
     seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
     output_dir: str = HfArg(default="", help="the run's own folder; empty: a new one under runs/")
+    save_every: int = HfArg(default=0, help="steps between checkpoints; 0: only when interrupted")
+    resume: bool = HfArg(default=False, help="go on from the newest checkpoint in --output_dir, if there is one")
+    overwrite: bool = HfArg(default=False, help="replace the run in --output_dir")
+    trust_remote_code: bool = HfArg(default=False, help="run the code that comes with --model, if it has some")
 
     def __post_init__(self):
         low, high = CLIPPING[self.objective]
-        defaults = dict(clip_low=low, clip_high=high, prompt_prune_rate=0.95 if self.method == "dppo-optimal" else 0.7)
+        defaults = dict(clip_low=low, clip_high=high, prompt_prune_rate=0.9 if self.method == "dppo-optimal" else 0.7)
         for name, value in (defaults | (HUB_DEFAULTS if self.model else EMBEDDED_DEFAULTS)).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.attention == "auto":
-            self.attention = "varlen" if DEVICE == "cuda" and varlen_attn else "sdpa"
+            self.attention = "varlen" if VARLEN else "sdpa"
         for name, least in LEAST.items():
             if not least <= getattr(self, name) < 2 ** 32:
                 raise InputError(f"--{name} must be at least {least} and below 2^32, got {getattr(self, name)}")
@@ -169,8 +178,10 @@ class Config:
             raise InputError("--model needs --dataset")
         if self.slot_tokens > self.micro_batch_tokens:
             raise InputError(f"--micro_batch_tokens must hold a slot, --slot_tokens {self.slot_tokens}")
-        if (self.compare or self.benchmark) and WORLD > 1:
-            raise InputError("--compare and --benchmark run in one process, not under torchrun")
+        if (self.compare or self.benchmark) and (WORLD > 1 or self.resume):
+            raise InputError("--compare and --benchmark run in one process, not under torchrun, and do not --resume")
+        if self.resume and not self.output_dir:
+            raise InputError("--resume needs the --output_dir of the run to go on with")
         if self.compare:
             if not {"grpo"} <= set(self.compare.split(",")) <= set(METHODS):
                 raise InputError(f"--compare takes methods by commas, grpo among them, of {', '.join(METHODS)}")
@@ -288,7 +299,8 @@ def load_task(config: Config) -> Task:
         raise InputError(f"--reward {config.reward} can grade none of the first {len(trial)} answers")
     folder = config.model or warm_started(task.tokenizer)
     task.model = prepare_model(attempt(f"model {folder} cannot be loaded", lambda: (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE))), config)
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPE, trust_remote_code=config.trust_remote_code))), config)
     if len(task.tokenizer) > task.model.get_input_embeddings().num_embeddings:
         raise InputError(f"--model {config.model}: its tokenizer has more tokens than the model's vocabulary")
     check_packing(task.model, task.train[:2])
@@ -327,7 +339,8 @@ def score_completions(task: Task, examples: list[dict], completions: list[list[l
 def load_data(config: Config) -> tuple[list[dict], dict[str, list[dict]], transformers.PreTrainedTokenizerBase]:
     """Training examples, evaluation sets by name, and the tokenizer. Raises InputError."""
     tokenizer = attempt(f"the tokenizer of --model {config.model} cannot be loaded",
-                        lambda: transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left"))
+                        lambda: transformers.AutoTokenizer.from_pretrained(
+                            config.model, padding_side="left", trust_remote_code=config.trust_remote_code))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise InputError(f"--model {config.model}: its tokenizer has neither a pad nor an end token")
@@ -490,7 +503,7 @@ def rollout(task: Task, examples: list[dict], samples: int, config: Config) -> l
     prompts, completions = [e["prompt_ids"] for e in examples], [None] * len(examples)
     # Prompts of similar length share a batch, which is as wide as its longest one; paged needs no batches.
     order = sorted(range(len(prompts)), key=lambda q: len(prompts[q]))
-    batch_size = len(prompts) if config.rollout_cache == "paged" else max(1, config.rollout_batch_size // samples)
+    batch_size = max(1, len(prompts) if config.rollout_cache == "paged" else config.rollout_batch_size // samples)
     try:
         for start in range(0, len(order), batch_size):
             batch = order[start:start + batch_size]
@@ -514,7 +527,7 @@ def generate(task: Task, prompts: list[list[int]], samples: int, config: Config)
         settings.num_return_sequences = samples
         outputs = model.generate_batch(prompts, settings, ContinuousBatchingConfig(
             max_requests_per_batch=config.rollout_batch_size,
-            seed=int(torch.randint(2 ** 31, ())))).values()  # it draws from a generator of its own
+            seed=int(torch.randint(2 ** 31, ())))).values()  # else one of its own, never the same
         if len(outputs) < len(prompts) * samples or any(output.error for output in outputs):
             raise InputError("--rollout_cache paged: continuous batching failed")
         return [output.generated_tokens for output in outputs]
@@ -524,7 +537,7 @@ def generate(task: Task, prompts: list[list[int]], samples: int, config: Config)
         settings.cache_implementation = "static" if config.rollout_cache == "static" else None
         return model.generate(**inputs, num_return_sequences=samples)[:, width:].tolist()
     cache = transformers.DynamicCache(config=model.config)
-    if width > 1:  # all but the last token, with which generate() starts
+    if width > 1:  # all but the last token: generate() starts by reading that one
         positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
         model.get_decoder()(**{name: x[:, :-1] for name, x in dict(inputs, position_ids=positions).items()},
                             past_key_values=cache, use_cache=True)
@@ -641,8 +654,8 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
     return (high * scores).clamp(floor, 1)
 
 
-FLOOR = 0.04  # of dppo-optimal's pi, where what looks useless may have a gradient: a level's weights are at most 25
-PRIOR = 0.01  # of the Beta prior of a prompt's success rate: most prompts are solved nearly always or nearly never
+FLOOR = 0.07  # of dppo-optimal's pi, where what looks useless may have a gradient: there, weights are at most 15
+PRIOR = 0.05  # of the Beta prior of a prompt's success rate: most prompts are solved nearly always or nearly never
 DECAY = 0.8  # what a visit to a prompt still counts one visit later, since the policy changes
 
 
@@ -751,7 +764,7 @@ def draw_completions(pi, advantages, prompt_weights, config: Config, generator) 
     its share of each: neighbours have similar gradients, and of neighbours with a pi below 1/2 at most one is kept."""
     order = None
     if config.method == "dppo-optimal":
-        strata = 3 * torch.randperm(len(pi), generator=generator)[:, None] + advantages.sign()
+        strata = 3 * torch.randperm(len(pi), generator=generator)[:, None] + advantages.sign()  # signs: -1, 0, 1
         order = strata.flatten().argsort()
     return prompt_weights[:, None] * draw(pi.flatten(), generator, order).view_as(pi)
 
@@ -767,7 +780,7 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
     """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
 
     Of the next `window` sequences in order, the longest that fits goes into the open slot; when none fits, the slot is
-    closed. Every index ends up in exactly one slot. O(n log window). Raises ValueError if a sequence exceeds a slot."""
+    closed. Every index ends up in exactly one slot. Raises ValueError if a sequence exceeds a slot."""
     if max(lengths, default=0) > capacity:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
     upcoming = zip(lengths, range(len(lengths)))
@@ -788,17 +801,22 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
 
 
 def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
-    """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots, and the slots' density.
+    """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots; and their density, tokens
+    over tokens with padding: a micro-batch is as wide as its fullest slot.
 
     A slot is by default as long as the longest sequence, since with sdpa its attention mask is dense and longer ones
-    would cost more, or, with attention that skips what lies between sequences, a micro-batch."""
-    lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
-    longest = max(lengths, default=1)
-    capacity = config.slot_tokens or (longest if config.attention == "sdpa" else config.micro_batch_tokens)
-    slots = pack(lengths, capacity, config.pack_window) if config.pack_window else [[j] for j in range(len(indices))]
-    slots = [[indices[j] for j in slot] for slot in slots]
+    would cost more, or, with attention that skips what lies between sequences, a micro-batch. pack_window = 0 is for
+    comparison: a slot for each sequence, padded."""
+    lengths = {i: len(sequences[i][0]) + len(sequences[i][1]) for i in indices}
+    long_slots = config.attention != "sdpa" and config.pack_window > 0
+    capacity = config.slot_tokens or (config.micro_batch_tokens if long_slots else max(lengths.values(), default=1))
+    slots = [[i] for i in indices]
+    if config.pack_window:
+        slots = [[indices[j] for j in slot] for slot in pack([*lengths.values()], capacity, config.pack_window)]
     rows = config.micro_batch_tokens // capacity
-    return [slots[i:i + rows] for i in range(0, len(slots), rows)], sum(lengths) / max(1, len(slots) * capacity)
+    batches = [slots[i:i + rows] for i in range(0, len(slots), rows)]
+    computed = sum(len(batch) * max(sum(lengths[i] for i in slot) for slot in batch) for batch in batches)
+    return batches, sum(lengths.values()) / max(1, computed)
 
 
 # ---- 7. Update -------------------------------------------------------------------------------------------------------
@@ -806,14 +824,14 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Confi
 LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
 
 
-def varlen_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None,
-                     **kwargs):
+def varlen_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, cu_seq_lens_q=None,
+                     max_length_q=None, **kwargs):
     """Attention for transformers, of (1, heads, T, d) queries, by a kernel for sequences that lie end to end."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    causal = dict(window_size=(-1, 0)) if "window_size" in signature(varlen_attn).parameters else dict(is_causal=True)
-    output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **causal)
+    output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                         window_size=((sliding_window or 0) - 1, 0))
     return output[None], None
 
 
@@ -824,10 +842,11 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
     """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
 
     Position ids restart with each sequence, from which transformers builds the block-diagonal causal mask: attention
-    never crosses a boundary. (At the end of a slot they go on: padding belongs to the last sequence, which cannot see
-    it.) Logits exist for completion tokens only, chunk by chunk, and are computed again for the backward pass instead
+    never crosses a boundary. (At the end of a slot they go on: padding follows the last sequence, which cannot see it.)
+    Logits exist for completion tokens only, chunk by chunk, and are computed again for the backward pass instead
     of being kept. The device is never waited for."""
-    width = max(sum(len(p) + len(c) for p, c in (sequences[i] for i in slot)) for slot in slots)
+    lengths = [[len(sequences[i][0]) + len(sequences[i][1]) for i in slot] for slot in slots]
+    width, longest = max(map(sum, lengths)), max(map(max, lengths))
     input_ids, position_ids = torch.zeros(2, len(slots), width, dtype=torch.long)
     starts, predicting = [], []  # the hidden state at t predicts token t + 1
     for row, slot in enumerate(slots):
@@ -835,7 +854,7 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
         for prompt, completion in (sequences[i] for i in slot):
             end = start + len(prompt) + len(completion)
             input_ids[row, start:end] = torch.tensor(prompt + completion)
-            position_ids[row, start:] = torch.arange(width - start)
+            position_ids[row, start:] = torch.arange(width - start).clamp(max=longest - 1)
             starts.append(start + row * width)
             predicting.append(torch.arange(start + len(prompt) - 1, end - 1) + row * width)
             start = end
@@ -847,7 +866,7 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
         attention = dict(cu_seq_lens_q=bounds.to(model.device, non_blocking=True),
                          max_length_q=int(bounds.diff().max()))
     input_ids, position_ids, predicting, targets = (x.to(model.device, non_blocking=True) for x in tensors)
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     for layer in layers:  # which computes again only what is in training
         layer.training = torch.is_grad_enabled()
     hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False,
@@ -868,11 +887,14 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
 @torch.no_grad()
 def check_packing(model, examples: list[dict]) -> None:
     """Raises InputError where log-probabilities in a slot are not those of the model alone, because it scales or caps
-    its logits after the head or has layers that look past a boundary."""
+    its logits after the head, has layers that look past a boundary, or attention unlike that of its rollouts."""
     sequences = [(e["prompt_ids"], e["prompt_ids"][:8]) for e in examples]
     packed, _ = completion_logprobs(model, sequences, [[*range(len(sequences))]], temperature=1.0)
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if attention == "varlen" else attention)  # varlen is for slots only
     alone = [model(torch.tensor([p + c], device=model.device)).logits[0, len(p) - 1:-1].float().log_softmax(-1)[
         range(len(c)), c] for p, c in sequences]
+    model.set_attn_implementation(attention)
     if (packed - torch.cat(alone)).abs().max() > (1e-3 if model.dtype == torch.float32 else 0.3):
         raise InputError(f"{type(model).__name__} cannot be trained packed: its log-probabilities are not simply those "
                          "of its head, or change with the neighbours in a slot")
@@ -930,21 +952,12 @@ def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     return optimizer
 
 
-def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: float,
-               config: Config, old: dict | None = None, ref: dict | None = None, mark=lambda phase: None) -> dict:
-    """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
-
-    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: see
-    policy_loss; old, ref: frozen_logprobs; mark: called at the end of each phase, with its name. Without `old` the
-    policy is the one that sampled: the ratio is 1 in value, but its gradient is not zero. Entropy, kl and clip_fraction
-    are means over the trained tokens, unweighted. Under torchrun each process trains a share; gradients are summed."""
-    kept = weights.nonzero().squeeze(1).tolist()
-    if not kept or not (advantages[kept].any() or config.beta):  # a step would move on Adam's momentum alone
-        return dict.fromkeys(
-            ("completions_trained", "tokens_trained", "slot_density", "grad_norm", "entropy", "kl", "clip_fraction"), 0)
-    micro_batches, density = pack_micro_batches(sequences, [i for i in kept if i % WORLD == RANK], config)
+def accumulate_gradients(model, sequences, indices: list[int], advantages, weights, total, config, old, ref, mark):
+    """Adds the gradient of the weighted loss of the completions at `indices` to .grad -> (4,) sums over their tokens
+    (loss, entropy, clipped, KL), density. For the arguments see train_step."""
+    micro_batches, density = pack_micro_batches(sequences, indices, config)
     mark("packing")
-    sums = torch.zeros(3, device=model.device)
+    sums = torch.zeros(4, device=model.device)
     for slots in micro_batches:
         order = [i for slot in slots for i in slot]
         lengths = torch.tensor([len(sequences[i][1]) for i in order])
@@ -955,8 +968,41 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
                                     torch.cat([ref[i] for i in order]) if ref else None, *inputs, total, config)
         mark("forward")
         loss.backward()
-        sums += torch.cat([entropy.sum()[None], metrics])
+        sums += torch.cat([torch.stack([loss.detach(), entropy.sum()]), metrics])
         mark("backward")
+    return sums, density
+
+
+def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor, total: float,
+               config: Config, old: dict | None = None, ref: dict | None = None, mark=lambda phase: None) -> dict:
+    """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
+
+    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; total: see
+    policy_loss; old, ref: frozen_logprobs; mark: called at the end of each phase, with its name. Without `old` the
+    policy is the one that sampled: the ratio is 1 in value, but its gradient is not zero. Entropy, kl and clip_fraction
+    are means over the trained tokens, unweighted. Under torchrun each process trains a share; gradients are summed.
+    An update that is not finite is left out: `skipped` is 1. Out of memory, it is tried again with half of
+    config.micro_batch_tokens, which stays; the gradient is the same."""
+    kept = weights.nonzero().squeeze(1).tolist()
+    names = ("entropy", "clip_fraction", "kl", "grad_norm")
+    if not kept or not (advantages[kept].any() or config.beta):  # a step would move on Adam's momentum alone
+        return dict(completions_trained=0, tokens_trained=0, slot_density=0, skipped=0) | dict.fromkeys(names, 0)
+    share = [i for i in kept if i % WORLD == RANK]
+    inputs = sequences, share, advantages, weights, total, config, old, ref, mark
+    halved = max(config.micro_batch_tokens // 2, config.slot_tokens, max(len(p + c) for p, c in sequences))
+    sums = None
+    try:
+        sums, density = accumulate_gradients(model, *inputs)
+    except torch.OutOfMemoryError:
+        if halved >= config.micro_batch_tokens:
+            raise
+    if sums is None:  # outside of the except clause, which holds on to what was computed
+        config.micro_batch_tokens = halved
+        tqdm.write(f"out of memory: --micro_batch_tokens is {halved} from here on", file=sys.stderr)
+        optimizer.zero_grad()
+        model.zero_grad()  # of bfloat16 weights too, whose gradient may not have reached its master
+        torch.cuda.empty_cache()
+        sums, density = accumulate_gradients(model, *inputs)
     parameters = optimizer.param_groups[0]["params"]
     if WORLD > 1:
         for p in parameters:
@@ -964,13 +1010,15 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
             dist.all_reduce(p.grad)
         dist.all_reduce(sums)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
     tokens = sum(len(sequences[i][1]) for i in kept)
-    values = torch.stack([*(sums / tokens), grad_norm.to(sums)]).tolist()  # waits for the device, once a step
+    loss, *values = torch.stack([*(sums / tokens), grad_norm.to(sums)]).tolist()  # waits for the device, once a step
+    finite = math.isfinite(sum(values, loss))
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad()
     mark("optimizer")
-    return dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density,
-                **dict(zip(("entropy", "clip_fraction", "kl", "grad_norm"), values)))
+    return dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density, skipped=int(not finite),
+                **dict(zip(names, values if finite else [None] * 4)))
 
 
 # ---- 8. Training -----------------------------------------------------------------------------------------------------
@@ -1014,33 +1062,118 @@ def new_output_dir(config: Config) -> Path:
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"--output_dir {out} cannot be written")
-    if any(out.glob("metrics.jsonl")) or any(out.glob("*/metrics.jsonl")):
-        raise InputError(f"--output_dir {out} holds another run")
+    if (any(out.glob("metrics.jsonl")) or any(out.glob("*/metrics.jsonl"))) and not (config.resume or config.overwrite):
+        raise InputError(f"--output_dir {out} holds another run; --resume goes on with it, --overwrite replaces it")
     return out
 
 
+STOP = []  # signals that ask to stop: then the running step ends and a checkpoint is saved
+# What may differ when a run is resumed: all that has no part in what is learned.
+FREE = {"steps", "save_every", "resume", "overwrite", "output_dir", "eval_dataset", "eval_prompts", "eval_samples",
+        "eval_every", "micro_batch_tokens", "gradient_checkpointing", "attention"}
+
+
+def save_checkpoint(out: Path, state: dict) -> None:
+    """Writes state, tensors and plain values, beside the last checkpoints and renames it: whenever the process is
+    killed, the last one is whole. Keeps two. Where it cannot be written, says so, and training goes on."""
+    folder = out / "checkpoints"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, folder / "partial")
+        (folder / "partial").replace(folder / f"step-{state['step']:08d}.pt")
+        for old in sorted(folder.glob("step-*.pt"))[:-2]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+        tqdm.write(f"checkpoint of step {state['step']} not saved, training goes on: {' '.join(str(error).split())}",
+                   file=sys.stderr)
+
+
+def load_checkpoint(out: Path, config: Config) -> dict | None:
+    """The state of the newest checkpoint, None if there is none. Raises InputError where it cannot be read, or is of a
+    run that learned otherwise. weights_only: a checkpoint from somebody else cannot run code."""
+    path = max(out.glob("checkpoints/step-*.pt"), default=None)
+    if path is None:
+        return None
+    state = attempt(f"checkpoint {path} cannot be read",
+                    lambda: torch.load(path, map_location="cpu", weights_only=True))
+    changed = [f"{name} is {value!r}, was {state['config'].get(name)!r}" for name, value in asdict(config).items()
+               if name not in FREE and state["config"].get(name) != value]
+    if changed:
+        raise InputError(f"--resume: not the run of {path}: {', '.join(changed)}")
+    return state
+
+
+def random_states() -> list:
+    """Of torch's global generators, of all processes."""
+    own = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
+    states = [own] * WORLD
+    if WORLD > 1:
+        dist.all_gather_object(states, own)
+    return states
+
+
+def open_lines(path: Path, step: int):
+    """A file of JSON lines, cut back to those of steps up to `step`, to write on."""
+    if RANK:
+        return open(os.devnull, "w")
+    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+    partial.replace(path)
+    return path.open("a")
+
+
+def write_line(file, record: dict) -> None:
+    """Where the disk is full or the folder gone, says so, and training goes on."""
+    try:
+        print(json.dumps(record), file=file, flush=True)
+        os.stat(file.name)
+    except OSError as error:
+        tqdm.write(f"{file.name} of step {record['step']}: {error.strerror}; training goes on", file=sys.stderr)
+
+
 def train(config: Config, task: Task | None = None) -> dict:
-    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json and, but for a comparison, model/
-    into its own folder."""
+    """A whole run -> its summary. Writes metrics.jsonl, samples.jsonl, summary.json, checkpoints/ and, but for a
+    comparison, model/ into its own folder. Raises KeyboardInterrupt, with where to go on, once STOP has a signal."""
     started, out = time.perf_counter(), new_output_dir(config)
+    state = load_checkpoint(out, config) if config.resume else None
     task = task or load_task(config)
+    prompts = hashlib.sha256(repr([e["prompt_ids"] for e in task.train]).encode()).hexdigest()
+    if state and state["prompts"] != prompts:
+        raise InputError("--resume: the training prompts are not those of the checkpoint")
     if RANK == 0:
         attempt(f"--output_dir {out} cannot be written", lambda: out.mkdir(parents=True, exist_ok=True))
+        for folder in ("checkpoints", "model") if config.overwrite and not state else ():
+            shutil.rmtree(out / folder, ignore_errors=True)
     transformers.set_seed((config.seed + RANK) % 2 ** 32)
-    before = after = evaluate(task, config)
+    before = after = state["before"] if state else evaluate(task, config)
+
+    def save(state):
+        state = dict(state, random_states=random_states(), before=before, prompts=prompts, config=asdict(config))
+        if RANK == 0:
+            save_checkpoint(out, state)
+
     if config.steps:
-        files = (out / "metrics.jsonl", out / "samples.jsonl") if RANK == 0 else (os.devnull, os.devnull)
+        files = attempt(f"--output_dir {out} cannot be written", lambda: [
+            open_lines(out / name, state["step"] if state else 0) for name in ("metrics.jsonl", "samples.jsonl")])
         try:
-            training_loop(task, config, *(open(file, "w") for file in files))
+            stopped = training_loop(task, config, *files, save, state)
         finally:  # also when it is interrupted, or a reward function fails in the middle
             if RANK == 0 and not config.compare:
-                task.model.save_pretrained(out / "model")
-                task.tokenizer.save_pretrained(out / "model")
+                attempt(f"the model cannot be saved in {out}", lambda: [
+                    part.save_pretrained(out / "model") for part in (task.model, task.tokenizer)])
+        if stopped:
+            if WORLD > 1:  # a process that leaves early has the others, which may still write, ended by torchrun
+                dist.barrier()
+            newest = max(out.glob("checkpoints/step-*.pt"), default="no checkpoint")
+            words = [word for word in sys.argv if word not in ("--resume", "--overwrite")]
+            words += ["--resume", *([] if config.output_dir else ["--output_dir", str(out)])]
+            raise KeyboardInterrupt(f"stopped; saved in {newest}; go on with\n    python {shlex.join(words)}")
         after = evaluate(task, config)
     summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
                    wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
     if RANK == 0:
-        (out / "summary.json").write_text(json.dumps(summary, indent=2))
+        attempt(f"{out} cannot be written", lambda: (out / "summary.json").write_text(json.dumps(summary, indent=2)))
         accuracies = ["none" if a is None else f"{a:.3f}" for a in (before["accuracy"], after["accuracy"])]
         print(f"accuracy {' -> '.join(accuracies)} in {summary['wall_seconds']:.0f} s; results are in {out}")
     return summary
@@ -1070,15 +1203,21 @@ def gather(task: Task, order: torch.Tensor, history: dict, config: Config, gener
     return window, torch.cat(prompts), torch.cat(prompt_weights), sum(completions, []), torch.cat(rewards)
 
 
-def training_loop(task: Task, config: Config, metrics_file, samples_file) -> None:
-    """The method. A line to metrics_file each step, a few completions to samples_file every tenth."""
+def training_loop(task: Task, config: Config, metrics_file, samples_file, save=None, state: dict | None = None) -> bool:
+    """The method -> whether it was stopped. A line to metrics_file each step, completions to samples_file every tenth.
+
+    save is called with all that a run depends on, every save_every steps and when STOP asks; state: of such a call."""
     model, G, n = task.model, config.group_size, len(task.train)
     generator, order_generator = (torch.Generator().manual_seed(config.seed + i) for i in (1, 2))
     optimizer = make_optimizer(model, config)
     reference = copy.deepcopy(model) if config.beta > 0 else None
     history, order = new_history(n), torch.empty(0, dtype=torch.long)
-    mean_length, total_seen, seconds = None, 0, 0.0
-    bar = tqdm(range(1, config.steps + 1), disable=RANK > 0,
+    step, mean_length, total_seen, seconds, failures = 0, None, 0, 0.0, 0
+    if state:
+        history, order = state["history"], state["order"]
+        step, mean_length, total_seen, seconds, failures = state["counts"]
+        load_state(model, optimizer, (generator, order_generator), state)
+    bar = tqdm(range(step + 1, config.steps + 1), disable=RANK > 0, initial=step, total=config.steps,
                bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
     for step in bar:
         clock = time.perf_counter()
@@ -1112,24 +1251,70 @@ def training_loop(task: Task, config: Config, metrics_file, samples_file) -> Non
         for w in weights:
             update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(),
                                 denominator(w, len(window) * G, config) * unit, config, old, ref)
+            failures = failures + 1 if update["skipped"] else 0
         step_seconds = time.perf_counter() - clock
 
         seconds, total_seen = seconds + step_seconds, total_seen + len(window)
         record = dict(step=step, epoch=1 + (total_seen - 1) // n, prompts_seen=len(window),
                       prompts_rolled=len(prompts), **update, **metrics, rollout_seconds=rollout_seconds,
                       train_seconds=step_seconds - rollout_seconds, seconds=seconds)
+        if update["skipped"]:
+            record["skipped_prompts"] = not_finite(model, sequences, union, config, prompts.repeat_interleave(G))
         if config.eval_every and step % config.eval_every == 0:
             record["accuracy"] = evaluate(task, config)["accuracy"]
-        print(json.dumps(record), file=metrics_file, flush=True)
+        write_line(metrics_file, record)
         for q, i in product(range(0, len(prompts), 8), (0, 1)) if step % 10 == 1 else ():
-            sample = dict(step=step, prompt=task.train[prompts[q]]["prompt"],
-                          completion=task.tokenizer.decode(completions[q][i]),
-                          reward=None if rewards[q, i].isnan() else rewards[q, i].item(), weight=w[q, i].item(),
-                          advantage=advantages[q, i].item(), keep_probability=(pi[q, i] / prompt_weights[q]).item())
-            print(json.dumps(sample), file=samples_file, flush=True)
+            write_line(samples_file, dict(
+                step=step, prompt=task.train[prompts[q]]["prompt"], completion=task.tokenizer.decode(completions[q][i]),
+                reward=None if rewards[q, i].isnan() else rewards[q, i].item(), weight=w[q, i].item(),
+                advantage=advantages[q, i].item(), keep_probability=(pi[q, i] / prompt_weights[q]).item()))
         bar.set_postfix_str("reward {reward:.2f} rolled {:.2f} trained {:.2f} density {slot_density:.2f} rollout "
                             "{rollout_seconds:.1f}s train {train_seconds:.1f}s".format(
                                 len(prompts) / len(window), update["completions_trained"] / len(sequences), **record))
+        if failures >= 10:
+            raise InputError(f"stopped at step {step}: the last {failures} updates were not finite; a smaller "
+                             "--learning_rate may help, metrics.jsonl has the prompts")
+        stop = asked_to_stop()
+        if save and (stop or config.save_every and step % config.save_every == 0):
+            save(dict(step=step, history=history, order=order, optimizer=optimizer.state_dict(),
+                      counts=(step, mean_length, total_seen, seconds, failures),
+                      weights=[p.detach() for p in optimizer.param_groups[0]["params"]],
+                      generators=[g.get_state() for g in (generator, order_generator)]))
+        if stop:
+            return True
+    return False
+
+
+def load_state(model, optimizer, generators, state: dict) -> None:
+    """Puts back what training_loop saved: float32 weights into the optimizer and rounded into the model, moments,
+    random numbers."""
+    for p, master, saved in zip(model.parameters(), optimizer.param_groups[0]["params"], state["weights"]):
+        p.data.copy_(saved)
+        master.data.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+    for generator, saved in zip(generators, state["generators"]):
+        generator.set_state(saved)
+    cpu, *cuda = state["random_states"][RANK % len(state["random_states"])]
+    torch.set_rng_state(cpu)
+    for saved in cuda:
+        torch.cuda.set_rng_state(saved)
+
+
+def asked_to_stop() -> bool:
+    """Whether any process has been; all stop at the same step."""
+    if WORLD == 1:
+        return bool(STOP)
+    flag = torch.tensor(len(STOP), device=DEVICE)
+    dist.all_reduce(flag)
+    return flag.item() > 0
+
+
+def not_finite(model, sequences: list[tuple], trained: list[int], config: Config, owners: torch.Tensor) -> list[int]:
+    """Indices of the prompts whose trained completions have log-probabilities that are not finite; where all are, of
+    all that were trained: it was the gradient."""
+    logprobs = frozen_logprobs(model, sequences, trained, config)
+    culprits = [i for i in trained if not logprobs[i].isfinite().all()] or trained
+    return sorted({owners[i].item() for i in culprits})
 
 
 # ---- 9. Comparison ---------------------------------------------------------------------------------------------------
@@ -1167,6 +1352,7 @@ def frozen_rollouts(task: Task, config: Config, prompts: int) -> tuple[dict, tor
 def measure_estimator(history: dict, rewards: torch.Tensor, products: torch.Tensor, config: Config, draws: int = 1000):
     """The method's gradient estimate over `draws` draws from one set of frozen_rollouts, against the full gradient g.
 
+    A draw is one batch of these prompts: cppo's larger one and greso's refill are not part of it.
     -> trained_fraction of the completions; second_moment, E|estimate|^2 / |g|^2; bias, |mean estimate - g| / |g|;
     bias_error, what the bias of `draws` draws of an unbiased estimator would be on average (root mean square);
     direction_bias, the bias that is left when the mean is scaled to fit best, the sine of its angle to g."""
@@ -1219,6 +1405,13 @@ def compare_with_grpo(summary: dict, records: list[dict], grpo: list[dict]) -> d
                 speedup_prompts=time_to_prompts(grpo, seen) / time_to_prompts(records, seen), **totals)
 
 
+def copied(task: Task) -> Task:
+    """With a model of its own, and without the compiled decoding of static caches, which would stay the original's."""
+    task = replace(task, model=copy.deepcopy(task.model))
+    vars(task.model).pop("_compiled_call", None)
+    return task
+
+
 def compare(**settings) -> list[dict]:
     """Trains with every method of `compare` from the same start, on the same prompts in the same order -> table rows.
 
@@ -1233,13 +1426,13 @@ def compare(**settings) -> list[dict]:
             transformers.set_seed(seed)
             measured = frozen_rollouts(task, base, 4 * base.prompts_per_step)
             with open(os.devnull, "w") as nowhere:  # the first steps of a process are slower
-                training_loop(replace(task, model=copy.deepcopy(task.model)),
+                training_loop(copied(task),
                               replace(base, compare="", eval_every=0, steps=3), nowhere, nowhere)
         first, runs = number * len(methods) // base.compare_seeds, {}
         for method in methods[first:] + methods[:first]:
             run = out / f"{method}-{seed}"
             config = Config(**settings | dict(method=method, seed=seed, output_dir=str(run)))
-            summary = train(config, replace(task, model=copy.deepcopy(task.model)))
+            summary = train(config, copied(task))
             runs[method] = summary, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             if method not in rows:
                 rows[method] = dict(method=method, **measure_estimator(*measured, config))
@@ -1299,10 +1492,10 @@ def gsm8k_like(kind: str, rng: random.Random) -> int:
 
 
 def random_task(config: Config) -> Task:
-    """A model with random weights of the architecture that --model configures, and prompts of random tokens. Any token
-    ends a completion with the same probability, so that they have the mean length of GSM8K's; rewards are drawn."""
+    """A model with random weights of the architecture that --model configures, and prompts of random tokens. At every
+    position a completion ends with the same probability, for the mean length of GSM8K's; rewards are drawn."""
     architecture = attempt(f"--model {config.model} has no configuration",
-                           lambda: transformers.AutoConfig.from_pretrained(config.model))
+                           lambda: transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=False))
     transformers.set_seed(config.seed)
     with torch.device(DEVICE):
         model = prepare_model(transformers.AutoModelForCausalLM.from_config(architecture, dtype=DTYPE), config)
@@ -1321,7 +1514,8 @@ def training_flops(model, sequences: list[tuple]) -> float:
     """Of a forward and backward pass: 6 for each weight and token, the head's for completions only, and attention."""
     c, embedding, head = model.config, model.get_input_embeddings().weight, model.get_output_embeddings().weight
     body = sum(p.numel() for p in model.parameters()) - embedding.numel() - (head is not embedding) * head.numel()
-    width = c.num_hidden_layers * model.get_decoder().layers[0].self_attn.q_proj.out_features
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    width = c.num_hidden_layers * c.num_attention_heads * head_dim
     return sum(6 * (body * len(p + c) + head.numel() * len(c) + width * len(p + c) ** 2) for p, c in sequences)
 
 
@@ -1433,6 +1627,13 @@ def benchmark(config: Config, repeats: int = 5) -> dict:
     return results
 
 
+def stop_soon(number: int, frame) -> None:
+    """Handles the first SIGINT or SIGTERM of a run; the second ends it at once."""
+    STOP.append(number)
+    signal.signal(number, signal.default_int_handler)
+    sys.stderr.write("\nstopping after this step, with a checkpoint; once more stops at once\n")
+
+
 def main() -> None:
     """The command line. Bad input is told in one line, with exit status 2."""
     parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage=SUPPRESS)
@@ -1449,12 +1650,22 @@ def main() -> None:
         elif settings["compare"]:
             compare(**settings)
         else:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, stop_soon)
             train(Config(**settings))
-            print("next: --compare grpo,dppo puts methods side by side, --help lists the settings")
+            if RANK == 0:
+                print("next: --compare grpo,dppo puts methods side by side, --help lists the settings")
     except InputError as error:
         parser.exit(2, f"dppo.py: error: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "\ninterrupted; what there is so far is in the run's folder\n")
+    except KeyboardInterrupt as stopped:
+        parser.exit(130, f"\n{stopped}\n" if stopped.args else
+                    "\ninterrupted; what there is so far is in the run's folder\n")
+    except torch.OutOfMemoryError:
+        parser.exit(2, "dppo.py: error: out of memory: a smaller --micro_batch_tokens or --rollout_batch_size helps, "
+                    "or --gradient_checkpointing\n")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,29 @@
 """The claims of dppo.py, each a test whose name is the sentence it proves. Run with: python -m pytest -q"""
 
+import ast
 import itertools
 import json
 import math
 import os
 import random
+import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import hypothesis
+import hypothesis.strategies as st
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -866,14 +877,14 @@ def padded_logprobs(model, sequences):
     return [logprobs[row, len(p) - 1 : len(p) + len(c) - 1] for row, (p, c) in enumerate(sequences)]
 
 
-def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
+def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
     """What torch's varlen_attn computes, which needs CUDA: causal attention of each of the sequences alone."""
     assert torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q[-1] == len(query) and window_size == (-1, 0)
     assert max_q == max_k == cu_seq_q.diff().max() and cu_seq_q.dtype == torch.int32
     parts = [x.split(cu_seq_q.diff().tolist()) for x in (query, key, value)]
     each = [[x.transpose(0, 1) for x in sequence] for sequence in zip(*parts)]
     attend = torch.nn.functional.scaled_dot_product_attention
-    return torch.cat([attend(q, k, v, is_causal=True).transpose(0, 1) for q, k, v in each])
+    return torch.cat([attend(q, k, v, is_causal=True, scale=scale).transpose(0, 1) for q, k, v in each])
 
 
 @pytest.mark.parametrize(
@@ -920,13 +931,28 @@ def test_packed_and_padded_log_probabilities_and_gradients_agree(
 
 def test_a_slot_is_as_long_as_the_longest_sequence_or_with_block_skipping_attention_a_micro_batch():
     sequences = make_sequences()
-    total, longest = sum(len(p) + len(c) for p, c in sequences), max(len(p) + len(c) for p, c in sequences)
+    lengths = [len(p) + len(c) for p, c in sequences]
     indices = list(range(len(sequences)))
-    batches, density = dppo.pack_micro_batches(sequences, indices, Config(attention="sdpa"))
-    assert density == pytest.approx(total / (sum(map(len, batches)) * longest))
+    [slots], density = dppo.pack_micro_batches(sequences, indices, Config(attention="sdpa"))
+    filled = [sum(lengths[i] for i in slot) for slot in slots]
+    assert max(filled) <= max(lengths) and density == pytest.approx(sum(lengths) / (len(slots) * max(filled)))
     batches, density = dppo.pack_micro_batches(sequences, indices, Config(attention="varlen", micro_batch_tokens=60))
-    assert all(len(slots) == 1 for slots in batches) and density == pytest.approx(total / (len(batches) * 60))
-    assert len(batches) < len(sequences) and dppo.pack_micro_batches(sequences, [], Config()) == ([], 0)
+    assert all(len(slots) == 1 for slots in batches) and density == 1 and len(batches) < len(sequences)
+    padded = Config(attention="varlen", pack_window=0)
+    [slots], density = dppo.pack_micro_batches(sequences, indices, padded)  # many rows, as wide as the longest
+    assert len(slots) == len(sequences) and density == pytest.approx(sum(lengths) / (len(slots) * max(lengths)))
+    assert dppo.pack_micro_batches(sequences, [], Config()) == ([], 0)
+
+
+def test_the_attention_of_slots_is_checked_against_that_of_rollouts(monkeypatch):
+    model, examples = tiny_model(torch.float32), [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6, 7, 8, 9]}]
+    model.set_attn_implementation("varlen")
+    monkeypatch.setattr(dppo, "varlen_attn", varlen_stand_in)
+    dppo.check_packing(model, examples)
+    assert model.config._attn_implementation == "varlen"
+    monkeypatch.setattr(dppo, "varlen_attn", lambda *args, scale, **_: varlen_stand_in(*args, scale / 2, (-1, 0)))
+    with pytest.raises(InputError, match="cannot be trained packed"):
+        dppo.check_packing(model, examples)
 
 
 def test_gradient_checkpointing_computes_layers_again_and_changes_nothing():
@@ -1318,6 +1344,7 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 def run_main(monkeypatch, capsys, *args) -> str:
     """main() with these arguments, which must exit with status 2 and one line (progress and usage aside); returns it."""
     monkeypatch.setattr(sys, "argv", ["dppo.py", *map(str, args)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as exit_:
         dppo.main()
     error = [
@@ -1771,6 +1798,539 @@ def test_compare_runs_two_methods_and_writes_its_table(model_folder, tmp_path):
     assert not list((tmp_path / "out").glob("*/model"))
 
 
+# ---- Interruptions and resuming ----------------------------------------------------------------------------------------
+
+RUN = dict(
+    steps=12,
+    prompts_per_step=4,
+    group_size=4,
+    max_completion_tokens=6,
+    eval_every=4,
+    save_every=1,
+    method="dppo-optimal",
+    objective="dapo",
+    inner_epochs=2,
+    learning_rate=1e-3,
+)
+
+
+def resumable_task() -> Task:
+    """A tiny task whose rewards differ within a group: every step learns something."""
+    task = tiny_task()
+    task.reward = lambda prompts, completions, **_: [
+        len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)
+    ]
+    return task
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run / "model" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same weights bit for bit, and the same metrics and samples, times aside; no step twice."""
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert without_times(one / "metrics.jsonl") == without_times(other / "metrics.jsonl")
+    assert read_lines(one / "samples.jsonl") == read_lines(other / "samples.jsonl")
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    assert summaries[0]["before"] == summaries[1]["before"] and summaries[0]["after"] == summaries[1]["after"]
+
+
+KILLS = """
+import os, random, signal, sys, time
+import torch, test_dppo, dppo
+from pathlib import Path
+
+wanted, folder = int(sys.argv[1]), Path(sys.argv[2])
+real_save, real_write = torch.save, dppo.write_line
+
+def slow_save(state, path):
+    real_save(state, path)
+    with open(path, "r+b") as file:  # a while with half a file under the name that is being written
+        whole = path.read_bytes()
+        file.truncate(len(whole) // 2)
+        file.flush()
+        time.sleep(0.03)
+    path.write_bytes(whole)
+
+def run(out, resume):
+    torch.save = slow_save
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    dppo.train(dppo.Config(**test_dppo.RUN, output_dir=str(out), resume=resume), test_dppo.resumable_task())
+    os._exit(0)
+
+def start(out, resume):
+    child = os.fork()
+    if child == 0:
+        run(out, resume)
+    return child
+
+clock = time.time()
+os.waitpid(start(folder / "whole", False), 0)
+duration, rng, kills, saving, rounds = time.time() - clock, random.Random(0), 0, 0, 0
+while kills < wanted:
+    out = folder / f"killed-{rounds}"
+    rounds += 1
+    while True:
+        child = start(out, True)
+        deadline = time.time() + rng.uniform(0, duration)
+        while time.time() < deadline and os.waitpid(child, os.WNOHANG)[0] == 0:
+            time.sleep(0.001)
+        try:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL
+        except (ProcessLookupError, ChildProcessError):
+            ended = True
+        if ended:
+            break
+        kills += 1
+        saving += (out / "checkpoints" / "partial").exists()
+    test_dppo.assert_same_run(folder / "whole", out)
+print(f"{kills} kills, {saving} of them while a checkpoint was written, in {rounds} runs")
+"""
+
+
+def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_as_one_that_was_not(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", KILLS, "20", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    kills, saving = (int(number) for number in re.findall(r"\d+", result.stdout)[:2])
+    assert kills >= 20 and saving >= 2, result.stdout
+    print(result.stdout)
+
+
+@pytest.mark.parametrize("method, objective, beta", [("greso", "grpo", 0.0), ("dppo", "gspo", 0.1)])
+def test_a_run_in_two_parts_is_the_run_in_one(method, objective, beta, tmp_path):
+    settings = RUN | dict(method=method, objective=objective, beta=beta)
+    dppo.train(Config(**settings, output_dir=str(tmp_path / "one")), resumable_task())
+    dppo.train(Config(**settings | dict(steps=7), output_dir=str(tmp_path / "two")), resumable_task())
+    dppo.train(Config(**settings, output_dir=str(tmp_path / "two"), resume=True), resumable_task())
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    kept = sorted(path.name for path in (tmp_path / "two" / "checkpoints").iterdir())
+    assert kept == ["step-00000011.pt", "step-00000012.pt"]
+
+
+def test_bfloat16_models_resume_with_their_float32_masters(tmp_path):
+    def task():
+        result = resumable_task()
+        result.model = tiny_model(torch.bfloat16)
+        return result
+
+    settings = RUN | dict(learning_rate=1e-5)  # the weights in bfloat16 hardly show it
+    dppo.train(Config(**settings, output_dir=str(tmp_path / "one")), task())
+    dppo.train(Config(**settings | dict(steps=7), output_dir=str(tmp_path / "two")), task())
+    dppo.train(Config(**settings, output_dir=str(tmp_path / "two"), resume=True), task())
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    one, two = (torch.load(tmp_path / run / "checkpoints" / "step-00000012.pt") for run in ("one", "two"))
+    assert all(p.dtype == torch.float32 and torch.equal(p, q) for p, q in zip(one["weights"], two["weights"]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint_and_prints_the_command_that_goes_on(number, model_folder, tmp_path):
+    data = write_rows(tmp_path / "data.jsonl", [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 160)])
+    arguments = [
+        "--model",
+        model_folder,
+        "--dataset",
+        data,
+        "--max_completion_tokens",
+        6,
+        "--reward",
+        "test_dppo:short",
+    ]
+    command = [sys.executable, SCRIPT, *map(str, arguments), "--prompts_per_step", "4", "--steps", "100000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    with subprocess.Popen(command, **pipes) as process:
+        deadline = time.monotonic() + 120
+        while not any(path.stat().st_size for path in tmp_path.glob("runs/*/metrics.jsonl")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+    [checkpoint] = tmp_path.glob("runs/*/checkpoints/step-*.pt")
+    steps = int(checkpoint.stem.split("-")[1])
+    assert f"saved in {checkpoint.relative_to(tmp_path)}" in error
+    words = shlex.split(error.strip().splitlines()[-1].replace("100000", str(steps + 2)))
+    assert words[0] == "python"
+    result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = read_lines(checkpoint.parent.parent / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 3))
+
+
+def test_resuming_another_run_is_refused_and_the_differences_are_named(tmp_path):
+    out = str(tmp_path / "run")
+    dppo.train(Config(**RUN | dict(steps=2), output_dir=out), resumable_task())
+    changed = RUN | dict(method="dppo", seed=3, group_size=8, eval_every=1)
+    with pytest.raises(InputError) as refusal:
+        dppo.train(Config(**changed, output_dir=out, resume=True), resumable_task())
+    for difference in ("method is 'dppo', was 'dppo-optimal'", "seed is 3, was 0", "group_size is 8, was 4"):
+        assert difference in str(refusal.value)
+    assert "eval_every" not in str(refusal.value)
+    other = resumable_task()
+    other.train = other.train[1:]
+    with pytest.raises(InputError, match="the training prompts are not those of the checkpoint"):
+        dppo.train(Config(**RUN, output_dir=out, resume=True), other)
+    with pytest.raises(InputError, match="--resume needs the --output_dir"):
+        Config(resume=True)
+
+
+def test_overwriting_and_resuming_have_to_be_asked_for(tmp_path):
+    out = str(tmp_path / "run")
+    for _ in range(2):  # resuming where there is nothing yet starts
+        dppo.train(Config(**RUN | dict(steps=2), output_dir=out, resume=True), resumable_task())
+    with pytest.raises(InputError, match="holds another run; --resume goes on with it, --overwrite replaces it"):
+        dppo.train(Config(**RUN, output_dir=out), resumable_task())
+    dppo.train(Config(**RUN | dict(steps=1, save_every=0), output_dir=out, overwrite=True), resumable_task())
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_full_disk_is_reported_and_training_goes_on_with_the_last_checkpoint_whole(tmp_path, monkeypatch, capsys):
+    real = torch.save
+
+    def save(state, path):
+        if state["step"] > 3:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(state, path)
+
+    monkeypatch.setattr(torch, "save", save)
+    dppo.train(Config(**RUN | dict(steps=5), output_dir=str(tmp_path / "run")), resumable_task())
+    error = capsys.readouterr().err
+    assert "checkpoint of step 4 not saved, training goes on: [Errno 28] No space left" in error
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 5
+    monkeypatch.undo()
+    dppo.train(Config(**RUN | dict(steps=6), output_dir=str(tmp_path / "run"), resume=True), resumable_task())
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_goes_is_reported_and_the_model_still_saved(tmp_path, monkeypatch, capsys):
+    real, out = dppo.gather, tmp_path / "run"
+    calls = []
+
+    def gather(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            shutil.rmtree(out)
+        return real(*args)
+
+    monkeypatch.setattr(dppo, "gather", gather)
+    dppo.train(Config(**RUN | dict(steps=4, save_every=0), output_dir=str(out)), resumable_task())
+    assert "metrics.jsonl of step 3: No such file or directory; training goes on" in capsys.readouterr().err
+    assert (out / "model" / "model.safetensors").exists() and (out / "summary.json").exists()
+
+
+# ---- Numbers that go wrong ---------------------------------------------------------------------------------------------
+
+
+def broken_loss(monkeypatch, steps) -> None:
+    """The loss is not finite in these updates, counted from 1."""
+    real, count = dppo.policy_loss, itertools.count(1)
+
+    def policy_loss(*args):
+        loss, metrics = real(*args)
+        return loss * (math.nan if next(count) in steps else 1.0), metrics
+
+    monkeypatch.setattr(dppo, "policy_loss", policy_loss)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted_with_its_prompts(tmp_path, monkeypatch):
+    broken_loss(monkeypatch, {2, 3})
+    task, seen = resumable_task(), []
+    real = dppo.train_step
+
+    def train_step(model, *args):
+        before = [p.clone() for p in model.parameters()]
+        update = real(model, *args)
+        seen.append(all(torch.equal(p, q) for p, q in zip(before, model.parameters())))
+        return update
+
+    monkeypatch.setattr(dppo, "train_step", train_step)
+    dppo.train(Config(**RUN | dict(steps=5, inner_epochs=1, save_every=0), output_dir=str(tmp_path / "run")), task)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert seen == [False, True, True, False, False] and [line["skipped"] for line in lines] == [0, 1, 1, 0, 0]
+    assert all(lines[i]["skipped_prompts"] and lines[i]["grad_norm"] is None for i in (1, 2))
+    assert all(torch.isfinite(p).all() for p in task.model.parameters())
+
+
+def test_ten_updates_in_a_row_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
+    broken_loss(monkeypatch, set(range(3, 100)))
+    with pytest.raises(InputError, match="stopped at step 12: the last 10 updates were not finite"):
+        dppo.train(Config(**RUN | dict(steps=50, inner_epochs=1), output_dir=str(tmp_path / "run")), resumable_task())
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_the_prompts_named_are_those_whose_log_probabilities_are_not_finite(monkeypatch):
+    values = {0: torch.tensor([-1.0]), 3: torch.tensor([-1.0, math.nan]), 5: torch.tensor([-math.inf])}
+    monkeypatch.setattr(dppo, "frozen_logprobs", lambda model, sequences, trained, config: values)
+    owners = torch.tensor([7, 7, 7, 8, 8, 9])
+    assert dppo.not_finite(None, None, [0, 3, 5], None, owners) == [8, 9]
+    values[3], values[5] = values[0], values[0]
+    assert dppo.not_finite(None, None, [0, 3, 5], None, owners) == [7, 8, 9]  # the gradient then
+
+
+def test_out_of_memory_halves_the_micro_batch_and_leaves_the_gradient_as_it_is(monkeypatch, capsys):
+    config, model, sequences, advantages, old, _ = problem(micro_batch_tokens=60)
+    weights = torch.ones(N * G, dtype=torch.float64)
+    expected = gradient_of_train_step(config, model, sequences, advantages, weights, old, None)
+    config, model, sequences, advantages, old, _ = problem(micro_batch_tokens=120)
+    real, sizes = dppo.completion_logprobs, []
+
+    def completion_logprobs(model, sequences, slots, temperature):
+        sizes.append(sum(len(p + c) for p, c in (sequences[i] for slot in slots for i in slot)))
+        if len(sizes) == 2:  # in the middle: part of the gradient is there already
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, sequences, slots, temperature)
+
+    monkeypatch.setattr(dppo, "completion_logprobs", completion_logprobs)
+    measured = gradient_of_train_step(config, model, sequences, advantages, weights, old, None)
+    assert (measured - expected).norm() < 1e-6 * expected.norm()
+    assert config.micro_batch_tokens == 60 and max(sizes[:2]) > 60 >= max(sizes[2:])
+    assert "out of memory: --micro_batch_tokens is 60 from here on" in capsys.readouterr().err
+
+
+# ---- Hostile and strange input -----------------------------------------------------------------------------------------
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            "####",
+            "\\boxed{",
+            "}",
+            "{",
+            "\\",
+            "\\\\",
+            "$",
+            ",",
+            ".",
+            "-",
+            "\N{MINUS SIGN}",
+            "e",
+            "E9",
+            "1e999999",
+            "NaN",
+        ),
+        *(
+            "Infinity",
+            "-inf",
+            "\\frac",
+            "\\text{",
+            "^\\circ",
+            "cm",
+            " ",
+            "\n",
+            "\0",
+            "\x1b[31m",
+            "٣",
+            "१२",
+            "\u202e",
+            "½",
+        ),
+        *("9" * 500, "1,234", ".5", "0x10", "{" * 50, "\\left(", "\\!", "/", "^{2}"),
+    ]
+)
+HOSTILE_TEXT = st.one_of(st.text(max_size=200), st.lists(FRAGMENTS, max_size=30).map("".join))
+
+
+@pytest.mark.parametrize("reward", dppo.REWARDS.values())
+@hypothesis.settings(max_examples=400, deadline=500, derandomize=True)
+@hypothesis.given(completion=HOSTILE_TEXT, answer=HOSTILE_TEXT)
+def test_any_completion_gets_0_or_1_and_any_answer_a_grade_or_none(reward, completion, answer):
+    [value] = reward(prompts=["?"], completions=[completion], answer=[answer])
+    assert value in (0.0, 1.0, None)
+    assert reward(prompts=["?"], completions=[completion], answer=[completion]) in ([1.0], [0.0], [None])
+
+
+@pytest.mark.parametrize("reward", dppo.REWARDS.values())
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "1",
+        "1,",
+        "1e9",
+        "{",
+        "\\boxed{",
+        "\\boxed{{{",
+        "\\\\",
+        "\\frac",
+        "#### ",
+        "- ",
+        "$",
+        ".",
+        "\\text{a}",
+        " cm",
+        "\0",
+        "٣",
+    ],
+)
+def test_rewards_take_linear_time(reward, unit):
+    """Ten times the text may take about ten times as long, and a million characters not more than two seconds."""
+    seconds = []
+    for length in (100_000, 1_000_000):
+        text = (unit * length)[:length]
+        clock = time.perf_counter()
+        reward(prompts=["?"], completions=[text], answer=["18"])
+        reward(prompts=["?"], completions=["18"], answer=[text])
+        seconds.append(time.perf_counter() - clock)
+    assert seconds[1] < 2 and seconds[1] < 40 * seconds[0] + 0.05
+
+
+@hypothesis.settings(max_examples=300, deadline=500, derandomize=True)
+@hypothesis.given(
+    scores=st.lists(st.one_of(st.floats(0, 1e6), st.just(math.nan), st.just(0.0)), min_size=1, max_size=60),
+    rate=st.floats(0, 0.99),
+    seed=st.integers(0, 2**31),
+)
+def test_any_scores_give_probabilities_and_a_draw_whose_weights_are_their_inverse(scores, rate, seed):
+    scores = torch.tensor(scores, dtype=torch.float64)
+    for pi in (keep_probabilities(scores, rate), dppo.optimal_probabilities(scores, rate, dppo.FLOOR)):
+        assert ((pi > 0) & (pi <= 1)).all()
+        weights = draw(pi, torch.Generator().manual_seed(seed))
+        kept = weights > 0
+        assert torch.allclose(weights[kept], 1 / pi[kept]) and abs(kept.sum() - pi.sum()) < 1 + 1e-6
+
+
+@hypothesis.settings(max_examples=300, deadline=500, derandomize=True)
+@hypothesis.given(
+    lengths=st.lists(st.integers(1, 50), max_size=80), room=st.integers(0, 100), window=st.integers(1, 90)
+)
+def test_any_lengths_are_packed_once_each_within_the_slots(lengths, room, window):
+    capacity = max(lengths, default=1) + room
+    slots = dppo.pack(lengths, capacity, window)
+    assert sorted(i for slot in slots for i in slot) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in slot) <= capacity for slot in slots)
+
+
+def strange_rows(name: str, tmp_path: Path) -> str:
+    """A dataset file that is broken or odd in one way."""
+    good = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
+    path = tmp_path / ("data.parquet" if name == "cut parquet" else "data.jsonl")
+    if name == "cut parquet":
+        datasets.Dataset.from_list(good).to_parquet(path)
+        path.write_bytes(path.read_bytes()[:-200])
+    elif name == "broken line":
+        path.write_text('{"question": "1=", "answer": "1"}\n{"question": "2=", "ans\n')
+    else:
+        odd = {
+            "null prompt": [{"question": None, "answer": "1"}],
+            "number as prompt": [{"question": 12, "answer": "1"}],
+            "mixed chat and text": [{"question": [{"role": "user", "content": "1="}], "answer": "1"}],
+            "missing answer": [{"question": "1="}],
+            "null answer": [{"question": "1=", "answer": None}],
+            "number as answer": [{"question": "1=", "answer": 1}],
+            "duplicates": good * 3,
+            "enormous": [{"question": "1" * 2_000_000 + "=", "answer": "1" * 2_000_000}],
+            "control characters": [{"question": "\0\x1b[2J\u202e1=", "answer": "\0"}],
+        }[name]
+        rows = odd if name == "number as prompt" else good + odd
+        if name == "number as answer":
+            rows = [{**row, "answer": int(row["answer"])} for row in rows]
+        write_rows(path, rows if name != "single row" else good[:1])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("cut parquet", "cannot be loaded"),
+        ("broken line", "cannot be loaded"),
+        ("null prompt", "row 20: question is neither text nor"),
+        ("number as prompt", "row 0: question is neither text nor"),
+        ("mixed chat and text", "row 20: question is neither text nor"),
+        ("missing answer", None),
+        ("null answer", None),
+        ("number as answer", None),
+        ("duplicates", None),
+        ("enormous", None),
+        ("control characters", None),
+    ],
+)
+def test_strange_datasets_end_in_one_line_or_in_training(name, message, model_folder, tmp_path, monkeypatch, capsys):
+    data = strange_rows(name, tmp_path)
+    arguments = ["--model", model_folder, "--dataset", data, "--max_completion_tokens", 6, "--reward", "exact"]
+    if message:
+        assert message in run_main(monkeypatch, capsys, *arguments)
+    else:
+        settings = dict(model=str(model_folder), dataset=data, max_completion_tokens=6, reward="exact")
+        summary = dppo.train(Config(**settings, steps=2, prompts_per_step=4, output_dir=str(tmp_path / "run")))
+        assert 0 <= summary["accuracy_after"] <= 1 and len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_single_row_trains_without_evaluation(model_folder, tmp_path):
+    data = write_rows(tmp_path / "one.jsonl", [{"question": "12=", "answer": "12"}])
+    settings = dict(model=str(model_folder), dataset=data, max_completion_tokens=6, reward="exact")
+    summary = dppo.train(Config(**settings, steps=3, output_dir=str(tmp_path / "run")))
+    assert summary["accuracy_after"] is None and len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_a_model_that_only_pads_is_trained_on_what_it_said(tmp_path, monkeypatch):
+    task = resumable_task()
+    monkeypatch.setattr(
+        task.model,
+        "generate",
+        lambda ids, max_new_tokens, **_: torch.nn.functional.pad(ids, (0, max_new_tokens), value=0),
+    )
+    summary = dppo.train(Config(**RUN | dict(steps=2, save_every=0), output_dir=str(tmp_path / "run")), task)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert summary["accuracy_after"] is not None and [line["completions_trained"] for line in lines] == [0, 0]
+
+
+def test_every_prompt_at_its_floor_still_ends_the_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(dppo, "predicted_advantages", lambda history, config: torch.zeros_like(history["score"]))
+    config = Config(**RUN | dict(steps=6, save_every=0), output_dir=str(tmp_path / "run"))
+    dppo.train(config, resumable_task())
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(1 <= line["prompts_rolled"] <= 4 for line in lines) and lines[-1]["epoch"] > 2
+
+
+# ---- Nothing let in ----------------------------------------------------------------------------------------------------
+
+
+def test_the_source_has_no_call_that_could_run_what_came_from_data():
+    tree = ast.parse(SCRIPT.read_text())
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    forbidden = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "input"}
+    assert not called & forbidden
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not imported & {"pickle", "subprocess", "marshal", "shelve", "ctypes", "dill", "cloudpickle", "yaml"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert "weights_only=True" in ast.unparse(node)
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            assert ast.unparse(node.value) in ("False", "config.trust_remote_code")
+        assert not (isinstance(node, ast.keyword) and node.arg == "shell")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_pretrained"):
+            source = ast.unparse(node)
+            assert "trust_remote_code" in source, source
+    assert Config().trust_remote_code is False
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("payload-ran",)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    dppo.train(Config(**RUN | dict(steps=1), output_dir=str(out)), resumable_task())
+    [path] = out.glob("checkpoints/step-*.pt")
+    torch.save({**torch.load(path), "history": Payload()}, path)
+    with pytest.raises(InputError, match="checkpoint .*step-00000001.pt cannot be read: UnpicklingError"):
+        dppo.train(Config(**RUN, output_dir=str(out), resume=True), resumable_task())
+    assert not (tmp_path / "payload-ran").exists()
+
+
 # ---- The benchmark -----------------------------------------------------------------------------------------------------
 
 
@@ -1801,7 +2361,7 @@ def test_benchmark_measures_a_configuration_of_random_weights(architecture, tmp_
 
 
 def test_benchmark_works_on_the_embedded_task_and_does_not_learn(tmp_path, monkeypatch):
-    task, real = tiny_task(), dppo.load_task
+    task = tiny_task()
     task.reward = lambda prompts, completions, **_: [len(c) % 4 / 3 for c in completions]
     before = {name: p.clone() for name, p in task.model.named_parameters()}
     monkeypatch.setattr(dppo, "load_task", lambda config: task)
@@ -1893,3 +2453,126 @@ def test_the_readme_s_trl_example_has_the_gradient_of_all_completions_on_average
 
 def short(prompts, completions, **columns):
     return [float(len(completion) < 4) for completion in completions]
+
+
+# ---- The tests are tested: python test_dppo.py applies each of these careless changes and runs the tests on it ----------
+
+MUTANTS = [  # name, what dppo.py has, what a careless fork would have
+    ("weight dropped", "(weights / normalizer)[owner]", "(weights.sign() / normalizer)[owner]"),
+    ("prompt's weight dropped", "return prompt_weights[:, None] * draw(", "return draw("),
+    (
+        "divided by the kept count",
+        "return int((weights > 0).sum()) if config.method in BIASED else candidates",
+        "return int((weights > 0).sum())",
+    ),
+    (
+        "window counted by survivors",
+        "denominator(w, len(window) * G, config)",
+        "denominator(w, len(prompts) * G, config)",
+    ),
+    ("ceil in place of floor", "math.floor(rate * count + 1e-9)", "math.ceil(rate * count - 1e-9)"),
+    (
+        "ceil in place of floor, pi as before",
+        "low, (count - pruned) / max(count, 1))",
+        "low, (count - math.floor(rate * count)) / max(count, 1) - (rate * count % 1 > 1e-9) / max(count, 1) / 2)",
+    ),
+    (
+        "the lowest pruned for certain",
+        "order = torch.randperm(len(pi), generator=generator)",
+        "order = torch.arange(len(pi))",
+    ),
+    ("weights of the wrong items", "= 1 / pi[order[crossed]]", "= 1 / pi[order[: int(crossed.sum())]]"),
+    (
+        "pi from the wrong set",
+        "kept = keep_probabilities(scores, rate)",
+        "kept = keep_probabilities(advantages.abs().flatten(), rate)[has_gradient.flatten()]",
+    ),
+    (
+        "mask reused for every update",
+        "for _ in range(config.inner_epochs)]",
+        "for _ in range(1)] * config.inner_epochs",
+    ),
+    (
+        "advantages centred after pruning",
+        "update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(),",
+        "update = train_step(model, optimizer, sequences, (advantages - advantages[w > 0].mean()).flatten(), w.flatten(),",
+    ),
+    ("std without eps", "(rewards.std(dim=1, keepdim=True) + 1e-4)", "rewards.std(dim=1, keepdim=True)"),
+    (
+        "history of pruned prompts overwritten",
+        "        update_history(history, prompts, rewards, advantages)\n        rollout",
+        '        history["score"][window] = 0.0\n        update_history(history, prompts, rewards, advantages)\n        rollout',
+    ),
+    ("window drawn until enough survive", "rule(order[:size + 1]).sum() <=", "(rule(order[:size + 1]) > 0.9).sum() <="),
+    ("position ids not restarted", "= torch.arange(width - start)", "= torch.arange(start, width)"),
+    (
+        "off by one in the trained positions",
+        "torch.arange(start + len(prompt) - 1, end - 1)",
+        "torch.arange(start + len(prompt) - 2, end - 2)",
+    ),
+    (
+        "last token not trained",
+        "torch.arange(start + len(prompt) - 1, end - 1)",
+        "torch.arange(start + len(prompt) - 1, end - 2)",
+    ),
+    ("top_k left at its default", "top_k=0, top_p=1.0, ", "top_p=1.0, "),
+    ("temperature not in the trained logits", ".float() / temperature)", ".float())"),
+    ("clipped on one side", "clamp(1 - config.clip_low, 1 + config.clip_high)", "clamp(max=1 + config.clip_high)"),
+    ("gspo's ratio a sum", "index_add(0, owner, log_ratio) / lengths)", "index_add(0, owner, log_ratio))"),
+    ("no mean length for dapo", 'unit = mean_length if config.objective == "dapo" else 1', "unit = 1"),
+    ("finished rows mixed up", "rows, ids, left = [rows[i] for i in live],", "rows, ids, left = rows[: len(live)],"),
+    (
+        "cache rows not selected",
+        "        cache.batch_select_indices(live)\n",
+        "        cache.batch_select_indices(live.flip(0))\n",
+    ),
+    ("gradients of other processes lost", "            dist.all_reduce(p.grad)\n", ""),
+    (
+        "gradient kept when memory ran out",
+        "        optimizer.zero_grad()\n        model.zero_grad()",
+        "        pass",
+    ),
+    ("updates that are not finite made", "    if finite:\n        optimizer.step()", "    optimizer.step()"),
+    ("random numbers not resumed", "        generator.set_state(saved)\n", "        pass\n"),
+    ("masters not resumed", "        master.data.copy_(saved)\n", "        master.data.copy_(p.data)\n"),
+    (
+        "checkpoint written in place",
+        'torch.save(state, folder / "partial")',
+        "torch.save(state, folder / f\"step-{state['step']:08d}.pt\")",
+    ),
+    ("metrics not cut back", '["step"] <= step', '["step"] <= step + 1'),
+    ("checkpoints may run code", "weights_only=True", "weights_only=False"),
+]
+
+
+@pytest.mark.parametrize("name, has, would_have", MUTANTS, ids=[name for name, *_ in MUTANTS])
+def test_every_careless_change_still_applies(name, has, would_have):
+    assert SCRIPT.read_text().count(has) == 1 and has != would_have
+
+
+def caught(mutant: tuple[str, str, str]) -> str | None:
+    """The first test that fails on this change, None if none does."""
+    name, has, would_have = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        for file in ("test_dppo.py", "README.md"):
+            shutil.copy(SCRIPT.parent / file, folder)
+        (Path(folder) / "dppo.py").write_text(SCRIPT.read_text().replace(has, would_have))
+        slow = "not paged and not plain_command and not still_applies and not linear_time"
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", slow],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    failed = re.search(r"^FAILED \S+::(\S+)", result.stdout, re.MULTILINE)
+    return failed and failed[1]
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip((name for name, *_ in MUTANTS), pool.map(caught, MUTANTS)))
+    for name, test in results.items():
+        print(f"{name:40} {test or 'NOT CAUGHT'}")
+    print(f"{sum(map(bool, results.values()))} of {len(MUTANTS)} careless changes are caught")
+    sys.exit(not all(results.values()))
