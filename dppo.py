@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 from inspect import signature
-from itertools import accumulate, count, islice, product, zip_longest
+from itertools import accumulate, count, islice, pairwise, product, zip_longest
 from pathlib import Path
 from statistics import median, median_low
 from typing import Literal
@@ -126,7 +126,7 @@ class Config:
     eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
     eval_every: int = HfArg(default=0, help="steps between evaluations; 0: before and after; --compare: 20 times")
 
-    steps: int = HfArg(default=200, help="rollouts to train on; 0 only evaluates")
+    steps: int = HfArg(default=300, help="rollouts to train on; 0 only evaluates")
     prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most; cppo, greso: more")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
@@ -862,9 +862,9 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
     tensors = [input_ids, position_ids, predicting, input_ids.flatten()[predicting + 1]]
     if model.config._attn_implementation == "varlen":
         tensors[:2] = input_ids.view(1, -1), position_ids.view(1, -1)
-        bounds = torch.tensor([*starts, input_ids.numel()], dtype=torch.int32)
-        attention = dict(cu_seq_lens_q=bounds.to(model.device, non_blocking=True),
-                         max_length_q=int(bounds.diff().max()))
+        bounds = [*starts, input_ids.numel()]
+        attention = dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32).to(model.device, non_blocking=True),
+                         max_length_q=max(end - start for start, end in pairwise(bounds)))
     input_ids, position_ids, predicting, targets = (x.to(model.device, non_blocking=True) for x in tensors)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     for layer in layers:  # which computes again only what is in training
@@ -1127,7 +1127,7 @@ def write_line(file, record: dict) -> None:
     """Where the disk is full or the folder gone, says so, and training goes on."""
     try:
         print(json.dumps(record), file=file, flush=True)
-        os.stat(file.name)
+        os.stat(getattr(file, "name", os.devnull))
     except OSError as error:
         tqdm.write(f"{file.name} of step {record['step']}: {error.strerror}; training goes on", file=sys.stderr)
 
@@ -1179,28 +1179,33 @@ def train(config: Config, task: Task | None = None) -> dict:
     return summary
 
 
-def gather(task: Task, order: torch.Tensor, history: dict, config: Config, generator: torch.Generator) -> tuple:
-    """The rollouts of a step: prompts are pruned, the others rolled out and rewarded.
+def visit(task: Task, order: torch.Tensor, history: dict, size: int, config: Config, generator) -> tuple:
+    """One window of the next prompts, `order`: prompts are pruned, the others, `size` at most, rolled out and rewarded.
 
-    order: (m,) indices of the next prompts. -> window (N,), of these prompts (B,), prompt_weights (B,), completions
-    (B lists of G lists of ids), rewards (B, G). cppo takes more prompts, since it trains fewer completions of each
-    ("dynamic completion allocation"). Only greso goes round the loop again, until prompts_per_step groups, or somewhat
-    more, have unequal rewards or there are no more prompts."""
-    rule, window, parts, mixed = prompt_rule(history, config), order[:0], [], 0
+    -> window (N,), of it prompts (B,), prompt_weights (B,), completions (B lists of G lists of ids), rewards (B, G)."""
+    rule = prompt_rule(history, config)
+    window = grow_window(order, rule, size)
+    weights = draw_prompts(rule(window), config, generator)
+    prompts, weights = window[weights > 0], weights[weights > 0]
+    return window, prompts, weights, *scored_rollout(task, [task.train[q] for q in prompts], config.group_size, config)
+
+
+def gather(task: Task, order: torch.Tensor, history: dict, config: Config, generator: torch.Generator) -> tuple:
+    """The rollouts of a step, as visit returns them, of one window. cppo takes more prompts, since it trains fewer
+    completions of each ("dynamic completion allocation"). Only greso visits windows until prompts_per_step groups, or
+    somewhat more, have unequal rewards, or `order`, an epoch, has no more prompts."""
+    wanted, parts, mixed, seen = config.prompts_per_step, [], 0, 0
+    if config.method != "greso":
+        more = 1 / (1 - config.completion_prune_rate) if config.method == "cppo" else 1
+        return visit(task, order, history, round(wanted * more), config, generator)
     share = 0.75  # of groups with unequal rewards: what greso's targets leave, then what was seen
-    wanted = round(config.prompts_per_step / (1 - config.completion_prune_rate * (config.method == "cppo")))
-    while len(window) < len(order) and (mixed < wanted if config.method == "greso" else not parts):
-        size = math.ceil((wanted - mixed) / share) if config.method == "greso" else wanted
-        candidates = grow_window(order[len(window):], rule, size)
-        window = torch.cat([window, candidates])
-        weights = draw_prompts(rule(candidates), config, generator)
-        prompts, weights = candidates[weights > 0], weights[weights > 0]
-        completions, rewards = scored_rollout(task, [task.train[q] for q in prompts], config.group_size, config)
-        parts.append((prompts, weights, completions, rewards))
-        mixed += int(group_advantages(rewards).any(dim=1).sum())
-        share = max(mixed, 1) / sum(len(part[0]) for part in parts)
-    prompts, prompt_weights, completions, rewards = zip(*parts)
-    return window, torch.cat(prompts), torch.cat(prompt_weights), sum(completions, []), torch.cat(rewards)
+    while mixed < wanted and seen < len(order):
+        parts.append(visit(task, order[seen:], history, math.ceil((wanted - mixed) / share), config, generator))
+        seen += len(parts[-1][0])
+        mixed += int(group_advantages(parts[-1][4]).any(dim=1).sum())
+        share = max(mixed, 1) / sum(len(part[1]) for part in parts)
+    windows, prompts, weights, completions, rewards = zip(*parts)
+    return torch.cat(windows), torch.cat(prompts), torch.cat(weights), sum(completions, []), torch.cat(rewards)
 
 
 def training_loop(task: Task, config: Config, metrics_file, samples_file, save=None, state: dict | None = None) -> bool:
@@ -1612,7 +1617,8 @@ def benchmark(config: Config, repeats: int = 5) -> dict:
 
     def cells(name, *columns):
         values = {column: [result[column] for result in results[name][1:]] for column in columns}
-        return [name, *(f"{median(v):.3g} ({min(v):.3g} to {max(v):.3g})" for v in values.values())]
+        return [name, *("not measured" if math.isnan(v[0]) else f"{median(v):.3g} ({min(v):.3g} to {max(v):.3g})"
+                        for v in values.values())]
 
     columns = ("step", "per_prompt", "rollout_rate", "training_rate", "utilisation", "density", "memory", *PHASES)
     table = "\n\n".join([

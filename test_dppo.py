@@ -566,7 +566,7 @@ def spied_run(monkeypatch, tmp_path, reward=None, **settings) -> list[dict]:
         return steps[-1]["advantages"]
 
     def train_step(*args):
-        steps[-1] |= {"weights": args[4].view_as(steps[-1]["advantages"]), "total": args[5]}
+        steps[-1] |= {"weights": args[4].view_as(steps[-1]["advantages"]), "total": args[5], "trained": args[3]}
         return update(*args)
 
     for function in (gather, group_advantages, train_step, rollout):
@@ -586,6 +586,11 @@ def test_history_is_the_mean_advantage_of_the_last_visit_and_pruned_prompts_keep
         gone = [q for q in step["window"].tolist() if q not in step["rolled"]]
         pruned += (step["history"]["score"][gone] > 0).sum()
     assert pruned > 20 and not steps[-1]["history"]["score"].isnan().any()
+
+
+def test_the_advantages_trained_are_those_of_the_whole_groups(monkeypatch, tmp_path):
+    for step in spied_run(monkeypatch, tmp_path, completion_prune_rate=0.9):
+        assert torch.equal(step["trained"], step["advantages"].flatten())
 
 
 def test_completions_of_a_kept_prompt_carry_its_weight(monkeypatch, tmp_path):
@@ -2559,7 +2564,19 @@ def caught(mutant: tuple[str, str, str]) -> str | None:
         (Path(folder) / "dppo.py").write_text(SCRIPT.read_text().replace(has, would_have))
         slow = "not paged and not plain_command and not still_applies and not linear_time"
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", slow],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--basetemp",
+                "temporary",
+                "-p",
+                "no:cacheprovider",
+                "-k",
+                slow,
+            ],
             cwd=folder,
             capture_output=True,
             text=True,
