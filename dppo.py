@@ -1222,8 +1222,8 @@ def training_loop(task: Task, config: Config, metrics_file, samples_file, save=N
         history, order = state["history"], state["order"]
         step, mean_length, total_seen, seconds, failures = state["counts"]
         load_state(model, optimizer, (generator, order_generator), state)
-    bar = tqdm(range(step + 1, config.steps + 1), disable=RANK > 0, initial=step, total=config.steps,
-               bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
+    bar = tqdm(range(step + 1, config.steps + 1), initial=step, total=config.steps,
+               bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", **({"disable": True} if RANK else {}))
     for step in bar:
         clock = time.perf_counter()
         if len(order) < n:  # a window reaches into the next epoch, so that none is small
