@@ -2270,6 +2270,48 @@ def test_strange_datasets_end_in_one_line_or_in_training(name, message, model_fo
         assert 0 <= summary["accuracy_after"] <= 1 and len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(pad_token=None), None),  # the end token pads
+        (dict(eos_token=None), None),
+        (dict(pad_token=None, eos_token=None), "its tokenizer has neither a pad nor an end token"),
+        (dict(vocabulary=40), "its tokenizer has more tokens than the model's vocabulary"),
+    ],
+)
+def test_strange_tokenizers_train_or_are_refused(change, message, tmp_path, monkeypatch, capsys):
+    data = write_rows(tmp_path / "data.jsonl", [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)])
+    tokenizer = dppo.sorting_data(Config())[2]
+    tokenizer.add_tokens([f"<{i}>" for i in range(change.pop("vocabulary", 0))])
+    for name, token in change.items():
+        setattr(tokenizer, name, token)
+    folder = tmp_path / "model"
+    tiny_model(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = dict(model=str(folder), dataset=data, max_completion_tokens=6, reward="exact", steps=2)
+    capsys.readouterr()
+    if message:
+        arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        assert message in run_main(monkeypatch, capsys, *arguments)
+    else:
+        dppo.train(Config(**settings, prompts_per_step=4, output_dir=str(tmp_path / "run")))
+        assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_chat_and_plain_prompts_may_be_mixed_where_there_is_a_chat_template(model_folder, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "chat")
+    tiny_model(torch.float32).save_pretrained(tmp_path / "chat")
+    rows = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 110)]
+    rows += [{"question": [{"role": "user", "content": f"{a}"}], "answer": f"{a}"} for a in range(110, 120)]
+    settings = dict(model=str(tmp_path / "chat"), dataset=write_rows(tmp_path / "mixed.jsonl", rows), steps=2)
+    task = dppo.load_task(Config(**settings, reward="exact", max_completion_tokens=6))
+    assert {type(e["prompt"]) for e in task.train} == {list}
+    dppo.train(Config(**settings, reward="exact", max_completion_tokens=6, output_dir=str(tmp_path / "run")), task)
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
 def test_a_single_row_trains_without_evaluation(model_folder, tmp_path):
     data = write_rows(tmp_path / "one.jsonl", [{"question": "12=", "answer": "12"}])
     settings = dict(model=str(model_folder), dataset=data, max_completion_tokens=6, reward="exact")
