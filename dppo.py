@@ -12,9 +12,9 @@ that the expected gradient is that of full GRPO. The rest is packed densely into
         --chat_template_kwargs '{"enable_thinking": false}' --eval_dataset openai/gsm8k:main:test
 
 With the paper in the other hand, read from group_advantages, at the end of 4 Rollout, through 5 Pruning, 6 Packing and
-7 Update to training_loop, at the end of 8 Training: the method, with visit and gather before it. 1 Config, 2 Rewards, 3
-Task and the checkpoints are what every such script needs; 9 Comparison measures what the paper claims, 10 Benchmark speed.
-Under torchrun (--nproc-per-node=N) processes share rollouts and training, and all make the same draws.
+7 Update to training_loop, at the end of 8 Training: the method, with visit and gather before it. 1 Config, 2 Rewards,
+3 Task and the checkpoints are what every such script needs; 9 Comparison measures what the paper claims, 10 Benchmark
+speed. Under torchrun (--nproc-per-node=N) processes share rollouts and training, and all make the same draws.
 Symbols: N candidate prompts of a step, B of them rolled out, G completions of each, M completions trained, T their
 tokens, A advantages, pi = 1 - P the probability of being kept, w = 1/pi the importance weight. "Our reading" marks what
 the paper leaves open and this file decides.
