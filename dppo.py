@@ -1180,14 +1180,18 @@ def train(config: Config, task: Task | None = None) -> dict:
     return summary
 
 
-def visit(task: Task, order: torch.Tensor, history: dict, size: int, config: Config, generator) -> tuple:
-    """One window of the next prompts, `order`: prompts are pruned, the others, `size` at most, rolled out and rewarded.
-
-    -> window (N,), of it prompts (B,), prompt_weights (B,), completions (B lists of G lists of ids), rewards (B, G)."""
+def prune_prompts(order: torch.Tensor, history: dict, size: int, config: Config, generator) -> tuple:
+    """The next window of `order` -> window (N,), the prompts of it that are kept (B,), at most `size`, weights (B,)."""
     rule = prompt_rule(history, config)
     window = grow_window(order, rule, size)
     weights = draw_prompts(rule(window), config, generator)
-    prompts, weights = window[weights > 0], weights[weights > 0]
+    return window, window[weights > 0], weights[weights > 0]
+
+
+def visit(task: Task, order: torch.Tensor, history: dict, size: int, config: Config, generator) -> tuple:
+    """One window: prompts are pruned, the others rolled out and rewarded -> as prune_prompts, completions (B lists of G
+    lists of ids), rewards (B, G)."""
+    window, prompts, weights = prune_prompts(order, history, size, config, generator)
     return window, prompts, weights, *scored_rollout(task, [task.train[q] for q in prompts], config.group_size, config)
 
 
@@ -1432,8 +1436,7 @@ def compare(**settings) -> list[dict]:
             transformers.set_seed(seed)
             measured = frozen_rollouts(task, base, 4 * base.prompts_per_step)
             with open(os.devnull, "w") as nowhere:  # the first steps of a process are slower
-                training_loop(copied(task),
-                              replace(base, compare="", eval_every=0, steps=3), nowhere, nowhere)
+                training_loop(copied(task), replace(base, compare="", eval_every=0, steps=3), nowhere, nowhere)
         first, runs = number * len(methods) // base.compare_seeds, {}
         for method in methods[first:] + methods[:first]:
             run = out / f"{method}-{seed}"
@@ -1557,10 +1560,7 @@ def benchmark_step(task: Task, config: Config, history: dict, order: torch.Tenso
         phases[phase] += clock
 
     generator, rng = draws
-    rule = prompt_rule(history, config)
-    window = grow_window(order, rule, config.prompts_per_step)
-    prompt_weights = draw_prompts(rule(window), config, generator)
-    prompts, prompt_weights = window[prompt_weights > 0], prompt_weights[prompt_weights > 0]
+    window, prompts, prompt_weights = prune_prompts(order, history, config.prompts_per_step, config, generator)
     examples = [task.train[q] for q in prompts]
     completions = rollout(task, examples, config.group_size, config)
     mark("rollout")
@@ -1609,8 +1609,8 @@ def benchmark(config: Config, repeats: int = 5) -> dict:
             clock = now()
             groups = rollout(task, task.train[:config.prompts_per_step], config.group_size,
                              replace(config, rollout_cache=cache))
-            rolled = sum(len(ids) for group in groups for ids in group)
-            results[cache].append(dict(seconds=now() - clock, rollout_rate=rolled / (now() - clock)))
+            seconds, rolled = now() - clock, sum(len(ids) for group in groups for ids in group)
+            results[cache].append(dict(seconds=seconds, rollout_rate=rolled / seconds))
         for name, changes in steps.items():
             step = benchmark_step(task, replace(config, **changes), history,
                                   order.roll(-repeat * config.prompts_per_step), optimizer, draws)

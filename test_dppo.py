@@ -1012,9 +1012,10 @@ for example, group, values in zip(task.train, completions, rewards):
 """
 
 
-def run_on(processes: int, *command, cwd=None, **environment) -> str:
+def run_python(*args, cwd=None, **environment) -> str:
+    """Standard output of Python with these arguments, dppo.py and this file importable, which must succeed."""
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command],
+        [sys.executable, *map(str, args)],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -1022,6 +1023,10 @@ def run_on(processes: int, *command, cwd=None, **environment) -> str:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
+
+
+def run_on(processes: int, *command, cwd=None) -> str:
+    return run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command, cwd=cwd)
 
 
 def test_two_processes_have_the_gradient_of_one_and_share_their_rollouts(tmp_path):
@@ -1465,8 +1470,6 @@ def test_columns_are_found_by_name_and_answers_go_by_both_names(model_folder, tm
 
 
 def test_chat_prompts_verl_s_layout_and_parquet(model_folder, tmp_path):
-    import datasets
-
     messages = [{"role": "user", "content": "12"}]
     rows = datasets.Dataset.from_list(
         [{"prompt": messages, "reward_model": {"ground_truth": "21", "style": "rule"}}] * 6
@@ -1601,14 +1604,7 @@ def test_a_batch_of_equal_rewards_trains_nothing_and_is_recorded(method, tmp_pat
 
 def command_line(*args, **environment) -> str:
     """Standard output of python dppo.py with these arguments."""
-    result = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+    return run_python(SCRIPT, *args, **environment)
 
 
 def test_torchrun_trains_with_several_processes_and_writes_one_run(model_folder, tmp_path):
@@ -1848,7 +1844,7 @@ import torch, test_dppo, dppo
 from pathlib import Path
 
 wanted, folder = int(sys.argv[1]), Path(sys.argv[2])
-real_save, real_write = torch.save, dppo.write_line
+real_save = torch.save
 
 def slow_save(state, path):
     real_save(state, path)
@@ -1897,17 +1893,10 @@ print(f"{kills} kills, {saving} of them while a checkpoint was written, in {roun
 
 
 def test_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_as_one_that_was_not(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", KILLS, "20", tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=SCRIPT.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    kills, saving = (int(number) for number in re.findall(r"\d+", result.stdout)[:2])
-    assert kills >= 20 and saving >= 2, result.stdout
-    print(result.stdout)
+    printed = run_python("-c", KILLS, 20, tmp_path)
+    kills, saving = (int(number) for number in re.findall(r"\d+", printed)[:2])
+    assert kills >= 20 and saving >= 2, printed
+    print(printed)
 
 
 @pytest.mark.parametrize("method, objective, beta", [("greso", "grpo", 0.0), ("dppo", "gspo", 0.1)])
