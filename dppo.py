@@ -51,7 +51,7 @@ DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torc
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # but see make_optimizer
 LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
 
-# ---- 1. Config -----------------------------------------------------------------------
+# ---- 1. Config -----------------------------------------------
 
 EMBEDDED = dict(steps=120, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
@@ -120,7 +120,7 @@ class Config:
         self.output_dir = self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-# ---- 2. Pruning: which prompts and completions are kept, and what they weigh ---------
+# ---- 2. Pruning: which prompts and completions are kept, and what they weigh 
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
     """(B, G) rewards -> (B, G) float64 advantages in each group: (r - mean)/(std + 1e-4), std over G - 1, or r - mean.
     Of the whole group: to centre them again after pruning would bias the gradient. Exactly 0 in a group of equal
@@ -274,7 +274,7 @@ def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, generator
     return prompt_weights[:, None] * weights if rule.unbiased else weights.sign()
 
 
-# ---- 3. Packing: the paper's Dense Prompt Packing ------------------------------------
+# ---- 3. Packing: the paper's Dense Prompt Packing ------------
 def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
     """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
     Of the next `window` sequences, the longest that fits goes into the open slot. When none fits, the next is opened.
@@ -307,7 +307,7 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Confi
     return batches, sum(lengths.values()) / max(1, computed)
 
 
-# ---- 4. Update: log-probabilities over slots, the loss, one step of the optimizer ----
+# ---- 4. Update: log-probabilities over slots, the loss, one step of the optimizer 
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float) -> tuple:
     """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
 
@@ -420,7 +420,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
                         skipped=int(not finite))
 
 
-# ---- 5. Rollout ----------------------------------------------------------------------
+# ---- 5. Rollout ----------------------------------------------
 def rollout(task: "Task", examples: list[dict], samples: int, config: Config) -> list[list[list[int]]]:
     """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
     completions, size = [], max(1, config.rollout_batch_size // samples)
@@ -490,7 +490,7 @@ def check_sampling(task: "Task", config: Config) -> None:
                              f"trained differ by {difference:.2g} on average")
 
 
-# ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable ----
+# ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable 
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -539,7 +539,7 @@ boxed_reward = reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
 REWARDS = {"exact": exact_reward, "gsm8k": gsm8k_reward, "boxed": boxed_reward}
 
 
-# ---- 7. Task: data, reward, model ----------------------------------------------------
+# ---- 7. Task: data, reward, model ----------------------------
 @dataclass
 class Task:
     """What a run works on. An example has prompt (text or chat messages), prompt_ids and the dataset's columns."""
@@ -677,7 +677,7 @@ def warm_started(tokenizer) -> Path:
     return folder
 
 
-# ---- 8. Training ---------------------------------------------------------------------
+# ---- 8. Training ---------------------------------------------
 def evaluate(task: Task, config: Config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
     transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
