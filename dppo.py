@@ -779,8 +779,8 @@ def train(config: Config, task: Task | None = None, state: dict | None = None) -
             master.data.copy_(weight)
         state |= saved["state"]
     else:
-        before = evaluate(task, config)
         out.mkdir(parents=True, exist_ok=True)
+        before = evaluate(task, config)
         state |= dict(step=0, seen=0, mean_length=None, seconds=0.0, failures=0, sizes=[0, 0], before=before)
 
     files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -590,7 +589,7 @@ def test_no_attention_crosses_a_boundary_so_that_packed_log_probabilities_and_gr
         attention, device, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(dppo, "LOGIT_CHUNK", 7)  # logits in chunks are the same
     model, sequences, logprobs = tiny_model(dtype, device), make_sequences(), {}
-    weights, results = [(-1.0) ** i * (1 + i % 3) for i in range(len(sequences))], []
+    weights = [(-1.0) ** i * (1 + i % 3) for i in range(len(sequences))]
     model.set_attn_implementation(attention)
     for slots in dppo.pack_micro_batches(sequences, [*range(N * G)], Config(attention=attention))[0]:
         assert max(map(len, slots)) > 1
