@@ -51,7 +51,7 @@ DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torc
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # but see make_optimizer
 LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
 
-# ---- 1. Config -----------------------------------------------
+# ---- 1. Config
 
 EMBEDDED = dict(steps=120, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
@@ -69,21 +69,21 @@ class Config:
     prompt_prune_rate: float = HfArg(default=None, help="r_q, pruned of the low prompts; 0.7, dppo-optimal: 0.9")
     completion_prune_rate: float = HfArg(default=0.7, help="r_o, pruned of the low completions")
 
-    model: str = HfArg(default="", help="causal LM, Hub or folder; empty: the embedded model and task")
+    model: str = HfArg(default="", help="causal LM, Hub or folder; empty: the embedded one")
     dataset: str = HfArg(default="", help="path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
-    prompt_column: str = HfArg(default="prompt,question,problem", help="the first that the dataset has")
-    answer_column: str = HfArg(default="answer,solution,reward_model.ground_truth", help="the first that it has")
+    prompt_column: str = HfArg(default="prompt,question,problem", help="the first found")
+    answer_column: str = HfArg(default="answer,solution,reward_model.ground_truth", help="the first found")
     system_prompt: str = HfArg(default="", help="put before every prompt")
-    chat_template_kwargs: str = HfArg(default="{}", help='JSON object, such as {"enable_thinking": false}')
+    chat_template_kwargs: str = HfArg(default="{}", help='JSON, such as {"enable_thinking": false}')
     reward: str = HfArg(default=None, help="exact, gsm8k, boxed, package.module:function; embedded: exact, else gsm8k")
-    max_prompt_tokens: int = HfArg(default=512, help="longer prompts are left out, and counted")
+    max_prompt_tokens: int = HfArg(default=512, help="longer ones are left out, and counted")
 
-    eval_dataset: str = HfArg(default="", help="as --dataset, several by commas; empty: some are held out")
-    eval_prompts: int = HfArg(default=256, help="prompts of each evaluation set, at most")
+    eval_dataset: str = HfArg(default="", help="as --dataset, several by commas; empty: held out")
+    eval_prompts: int = HfArg(default=256, help="of each evaluation set, at most")
     eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
     eval_every: int = HfArg(default=0, help="steps between evaluations; 0: only before and after")
 
-    steps: int = HfArg(default=None, help="rollouts to train on; 0 only evaluates; embedded: 120, else 300")
+    steps: int = HfArg(default=None, help="0 only evaluates; embedded: 120, else 300")
     prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
@@ -93,10 +93,10 @@ class Config:
     beta: float = HfArg(default=0.0, help="weight of the KL term")
 
     temperature: float = HfArg(default=None, help="also in training; embedded: 0.7, else 1")
-    max_completion_tokens: int = HfArg(default=None, help="completions are cut here; embedded: 22, else 1024")
-    rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate, at most")
+    max_completion_tokens: int = HfArg(default=None, help="cut here; embedded: 22, else 1024")
+    rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate")
     micro_batch_tokens: int = HfArg(default=4096, help="tokens in a forward pass, or one long sequence")
-    pack_window: int = HfArg(default=64, help="sequences of which packing takes one that fits")
+    pack_window: int = HfArg(default=64, help="sequences that packing chooses from")
     attention: Literal["sdpa", "flex_attention"] = HfArg(default="sdpa", help="of slots; flex skips what is between")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, a third more work")
 
@@ -120,7 +120,7 @@ class Config:
         self.output_dir = self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-# ---- 2. Pruning: which prompts and completions are kept, and what they weigh 
+# ---- 2. Pruning: which prompts and completions are kept, and what they weigh
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
     """(B, G) rewards -> (B, G) float64 advantages in each group: (r - mean)/(std + 1e-4), std over G - 1, or r - mean.
     Of the whole group: to centre them again after pruning would bias the gradient. Exactly 0 in a group of equal
@@ -274,7 +274,7 @@ def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, generator
     return prompt_weights[:, None] * weights if rule.unbiased else weights.sign()
 
 
-# ---- 3. Packing: the paper's Dense Prompt Packing ------------
+# ---- 3. Packing: the paper's Dense Prompt Packing
 def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
     """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
     Of the next `window` sequences, the longest that fits goes into the open slot. When none fits, the next is opened.
@@ -307,13 +307,13 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Confi
     return batches, sum(lengths.values()) / max(1, computed)
 
 
-# ---- 4. Update: log-probabilities over slots, the loss, one step of the optimizer 
+# ---- 4. Update
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float) -> tuple:
     """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
 
     Position ids restart with each sequence, so transformers makes the mask block-diagonal: attention never crosses a
     boundary. (All padding has position 0, so each token of it is alone.) Only completion tokens get logits, chunk by
-    chunk, and again in the backward pass."""
+    chunk, again in the backward pass."""
     slots = [torch.tensor([(token, t, len(prompt) <= t + 1 < len(prompt) + len(completion))
                            for prompt, completion in (sequences[i] for i in slot)
                            for t, token in enumerate(prompt + completion)]) for slot in slots]
@@ -348,7 +348,7 @@ def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: C
 
 
 def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, divisor: float, config: Config):
-    """The importance-weighted clipped surrogate of M completions with T tokens -> scalar loss, (2,) metrics sums.
+    """The importance-weighted clipped surrogate of M completions with T tokens -> scalar loss, (2,) sums.
 
         1/divisor sum_i w_i/Z_i sum_t [-min(rho_t A_i, clip(rho_t) A_i) + beta KL_t]
 
@@ -359,7 +359,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
 
     logprobs, old_logprobs, ref_logprobs (only with beta): (T,); lengths, advantages, weights: (M,). Z_i is the length
     |o_i| (grpo, gspo), max_completion_tokens (dr_grpo) or 1 (dapo). rho_t is p/p_old. In gspo it is the same for all
-    tokens, exp(mean_t log p/p_old). KL_t is k3 = 1/x - 1 + log x, x = p/p_ref. Metrics: tokens clipped, sum of KL."""
+    tokens, exp(mean_t log p/p_old). KL_t is k3 = 1/x - 1 + log x, x = p/p_ref. Sums: of tokens clipped, of KL."""
     owner = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion that a token belongs to
     log_ratio = logprobs - old_logprobs
     if config.objective == "gspo":
@@ -376,7 +376,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
 
 def make_optimizer(model, config: Config) -> torch.optim.AdamW:
     """AdamW on float32: updates of bfloat16 weights at a learning rate of 1e-6 would round away. A bfloat16 parameter
-    has a float32 master. train_step adds its gradients up there and copies the master back."""
+    has a float32 master. train_step sums its gradients there and copies the master back."""
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
 
@@ -420,7 +420,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
                         skipped=int(not finite))
 
 
-# ---- 5. Rollout ----------------------------------------------
+# ---- 5. Rollout
 def rollout(task: "Task", examples: list[dict], samples: int, config: Config) -> list[list[list[int]]]:
     """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
     completions, size = [], max(1, config.rollout_batch_size // samples)
@@ -433,40 +433,38 @@ def rollout(task: "Task", examples: list[dict], samples: int, config: Config) ->
 def generate(task: "Task", prompts: list[list[int]], samples: int, config: Config, scores: bool = False) -> tuple:
     """The model's own sampling -> `samples` completions of each prompt, in token ids, a prompt's side by side; with
     `scores` also the log-probabilities of their tokens. A prompt is read once for all its samples. model.generate goes
-    on until its last row has ended, so it is called in eight parts, and rows that have ended leave in between. It falls
-    back on model.generation_config. Qwen's has top_k, top_p and a repetition penalty: another policy than the one
-    trained. So the model has a clean one meanwhile."""
+    on until its last row has ended, so it is called in eight parts, and rows that have ended leave in between. Qwen's
+    own generation_config has top_k, top_p and a repetition penalty: another policy than the one trained. So the model
+    has a clean one meanwhile."""
     model, ends = task.model, task.end_ids()
-    own = model.generation_config, model.config._attn_implementation
+    own, attention = model.generation_config, model.config._attn_implementation
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=ends or None,
         pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-    try:
-        model.set_attn_implementation("sdpa")
-        inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
-        cache = transformers.DynamicCache(config=model.config)
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        if inputs["input_ids"].shape[1] > 1:  # all but the last token: model.generate starts by reading that one
-            model.get_decoder()(**{k: x[:, :-1] for k, x in inputs.items()}, past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(samples)
-        ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
-        tokens = torch.full((len(ids), config.max_completion_tokens), -1, device=ids.device)
-        rows, stop, logprobs = torch.arange(len(ids), device=ids.device), ids.new_tensor(ends), tokens.float()
-        for part in torch.arange(config.max_completion_tokens).chunk(8):
-            if len(rows) == 0:
-                break
-            output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
-            ids, new = output.sequences, slice(part[0], part[0] + output.sequences.shape[1] - mask.shape[1])
-            tokens[rows, new] = ids[:, mask.shape[1]:]
-            if scores:
-                logprobs[rows, new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
-            live = ~torch.isin(tokens[rows], stop).any(dim=1)
-            cache.batch_select_indices(live)
-            mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
-            rows, ids = rows[live], ids[live]
-    finally:
-        model.generation_config = own[0]
-        model.set_attn_implementation(own[1])
+    model.set_attn_implementation("sdpa")
+    inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
+    cache = transformers.DynamicCache(config=model.config)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    if inputs["input_ids"].shape[1] > 1:  # all but the last token: model.generate starts by reading that one
+        model.get_decoder()(**{k: x[:, :-1] for k, x in inputs.items()}, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(samples)
+    ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
+    tokens = torch.full((len(ids), config.max_completion_tokens), -1, device=ids.device)
+    rows, stop, logprobs = torch.arange(len(ids), device=ids.device), ids.new_tensor(ends), tokens.float()
+    for part in torch.arange(config.max_completion_tokens).chunk(8):
+        if len(rows) == 0:
+            break
+        output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
+        ids, new = output.sequences, slice(part[0], part[0] + output.sequences.shape[1] - mask.shape[1])
+        tokens[rows, new] = ids[:, mask.shape[1]:]
+        if scores:
+            logprobs[rows, new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
+        live = ~torch.isin(tokens[rows], stop).any(dim=1)
+        cache.batch_select_indices(live)
+        mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
+        rows, ids = rows[live], ids[live]
+    model.generation_config = own
+    model.set_attn_implementation(attention)
     ended = torch.isin(tokens, stop)
     lengths = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
     return tuple([row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs))
@@ -486,11 +484,11 @@ def check_sampling(task: "Task", config: Config) -> None:
         sampled = torch.tensor(sum((logprobs[i] for slot in slots for i in slot), []), device=model.device)
         difference = (trained - sampled).abs().mean().item()
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):  # NaN fails too
-            raise ValueError(f"{type(model).__name__} cannot be trained packed: the log-probabilities sampled with and "
-                             f"trained differ by {difference:.2g} on average")
+            raise ValueError(f"{type(model).__name__} cannot be trained packed: log-probabilities in rollout and "
+                             f"training differ by {difference:.2g}")
 
 
-# ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable 
+# ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -539,7 +537,7 @@ boxed_reward = reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
 REWARDS = {"exact": exact_reward, "gsm8k": gsm8k_reward, "boxed": boxed_reward}
 
 
-# ---- 7. Task: data, reward, model ----------------------------
+# ---- 7. Task: data, reward, model
 @dataclass
 class Task:
     """What a run works on. An example has prompt (text or chat messages), prompt_ids and the dataset's columns."""
@@ -653,7 +651,7 @@ def sorting_data(config: Config) -> tuple:
 
 
 def warm_started(tokenizer) -> Path:
-    """The folder of a model taught by noisy demonstrations, in the user's cache; the first run makes it."""
+    """The folder, in the user's cache, of a model taught by noisy demonstrations. The first run makes it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo", "sorter-1")  # 1: this recipe
     if folder.exists():
         return folder
@@ -677,7 +675,7 @@ def warm_started(tokenizer) -> Path:
     return folder
 
 
-# ---- 8. Training ---------------------------------------------
+# ---- 8. Training
 def evaluate(task: Task, config: Config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
     transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
@@ -690,27 +688,27 @@ def evaluate(task: Task, config: Config) -> dict:
 
 
 def rollout_metrics(rewards, completions, prompt_weights, weights, ends: list[int]) -> dict:
-    """Of a step. Means of reward and length are weighted as the prompts are: they speak of the whole window."""
+    """Means of reward and length are weighted as the prompts are: they speak of the whole window."""
     graded = ~rewards.isnan().any(dim=1)
     r, w = rewards[graded], prompt_weights[graded]
     lengths = torch.tensor([[len(ids) for ids in group] for group in completions], dtype=torch.float64)
     cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in completions])
-    metrics = dict(reward=w @ r.mean(dim=1) / w.sum(),
-                   zero_variance_fraction=(r == r[:, :1]).all(dim=1).double().mean(),
-                   completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(),
-                   ungradable_prompts=(~graded).sum(), truncated_fraction=cut.mean(), weight_max=weights.max(),
-                   effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
+    metrics = dict(
+        reward=w @ r.mean(dim=1) / w.sum(), zero_variance_fraction=(r == r[:, :1]).all(dim=1).double().mean(),
+        completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(),
+        ungradable_prompts=(~graded).sum(), truncated_fraction=cut.mean(), weight_max=weights.max(),
+        effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
     return {name: value.nan_to_num().item() for name, value in metrics.items()}  # 0/0: none
 
 
 def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config: Config) -> tuple[dict, dict]:
-    """One step of the paper's algorithm -> its metrics, and a group as a sample. `state` counts from step to step. What
-    is random is a function of (seed, step), so a checkpoint needs no random state."""
+    """One step of the paper's algorithm -> its metrics, and a group as a sample. `state` counts on. What is random is a
+    function of (seed, step), so a checkpoint needs no random state."""
     clock, model, B, G, n = time.perf_counter(), task.model, config.prompts_per_step, config.group_size, len(task.train)
     step = state["step"] = state["step"] + 1
     transformers.set_seed((1_000_003 * config.seed + step) % 2 ** 32)
 
-    # 1. Prune prompts by what is remembered of them. Their order is a permutation for each epoch, end to end.
+    # 1. Prune prompts by what is remembered of them. Their order is a permutation for each epoch.
     epoch, done = divmod(state["seen"], n)
     order = sum((random.Random(f"{config.seed} {e}").sample(range(n), n) for e in (epoch, epoch + 1)), [])
     window, prompts, prompt_weights = pick_prompts(rule, torch.tensor(order[done:done + n]), B, torch.default_generator)
@@ -723,7 +721,7 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
     rule.update(prompts, rewards, advantages)
     rollout_seconds = time.perf_counter() - clock
 
-    # 3. Prune completions: one draw for each update on the rollout, since after the first, theta depends on it.
+    # 3. Prune completions: a draw for each update on the rollout, since after the first, theta depends on it.
     draws = [weigh_completions(rule, rewards, advantages, prompt_weights, torch.default_generator)
              for _ in range(config.inner_epochs)]
     metrics = rollout_metrics(rewards, completions, prompt_weights, draws[-1], task.end_ids())
@@ -739,24 +737,26 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
     optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
     for weights in draws:
         divisor = len(window) * G if rule.unbiased else max(1, int((weights > 0).sum()))
-        update = train_step(model, optimizer, sequences, advantages.flatten(), weights.flatten(),
-                            divisor * (mean_length if config.objective == "dapo" else 1), config, old, ref)
+        divisor *= mean_length if config.objective == "dapo" else 1
+        update = train_step(model, optimizer, sequences, advantages.flatten(), weights.flatten(), divisor, config, old,
+                            ref)
         state["failures"] = state["failures"] + 1 if update["skipped"] else 0
 
     seconds = time.perf_counter() - clock
     state |= dict(seen=state["seen"] + len(window), seconds=state["seconds"] + seconds)
     tokens = sum(len(sequences[i][0] + sequences[i][1]) for w in draws for i in w.flatten().nonzero())
-    sample = dict(step=step, prompt=examples[0]["prompt"], completions=task.tokenizer.batch_decode(completions[0]),
-                  rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
-                  advantages=advantages[0].tolist(), weights=weights[0].tolist())
-    return dict(step=step, epoch=1 + (state["seen"] - 1) // n, prompts_seen=len(window), prompts_rolled=len(prompts),
-                **update, **metrics, rollout_seconds=rollout_seconds, train_seconds=seconds - rollout_seconds,
-                seconds=state["seconds"], tokens_per_second=tokens / (seconds - rollout_seconds),
-                peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9), sample
+    record = dict(
+        step=step, epoch=1 + (state["seen"] - 1) // n, prompts_seen=len(window), prompts_rolled=len(prompts), **update,
+        **metrics, rollout_seconds=rollout_seconds, train_seconds=seconds - rollout_seconds, seconds=state["seconds"],
+        tokens_per_second=tokens / (seconds - rollout_seconds), peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
+    return record, dict(
+        step=step, prompt=examples[0]["prompt"], completions=task.tokenizer.batch_decode(completions[0]),
+        rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
+        advantages=advantages[0].tolist(), weights=weights[0].tolist())
 
 
 def train(config: Config, task: Task | None = None, state: dict | None = None) -> dict:
-    """A whole run, also the rest of one -> its summary. `state`, if given, is filled before the first step begins."""
+    """A whole run, or the rest of one -> its summary. `state`, if given, is filled when the first step can begin."""
     started, out, state = time.perf_counter(), Path(config.output_dir), {} if state is None else state
     resume = config.resume and (out / "checkpoint.pt").exists()
     if not resume and (out / "metrics.jsonl").exists():

@@ -1044,9 +1044,19 @@ def test_a_reward_that_fails_in_a_step_is_a_traceback_and_the_metrics_up_to_ther
         dppo.main()
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
 
-def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tmp_path):
-    out = tmp_path / "run"
-    printed = python(SCRIPT, "--steps", 40, "--output_dir", out, XDG_CACHE_HOME=str(tmp_path / "cache"))
+@pytest.fixture(scope="session", autouse=True)
+def plain_command(request, tmp_path_factory):
+    """Started before the first test, if its own is among them: the other tests leave a core idle."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    if any("plain_command" in item.name for item in request.session.items):
+        return out, subprocess.Popen([sys.executable, SCRIPT, "--steps", "40", "--output_dir", out], text=True,
+                                     stdout=subprocess.PIPE, stderr=out.with_name("stderr").open("w"),
+                                     env=ENVIRONMENT | {"XDG_CACHE_HOME": str(out.with_name("cache"))})
+
+def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(plain_command):
+    out, process = plain_command
+    printed = process.communicate()[0]
+    assert process.returncode == 0, out.with_name("stderr").read_text()[-3000:]
     pair, line = r"(\d\.\d\d) -> (\d\.\d\d)", printed.splitlines()[-1]
     values = re.match(rf"accuracy {pair} \(easy {pair}, middle {pair}, hard {pair}\) in \d+ s; .*{out}$", line).groups()
     summary = json.loads((out / "summary.json").read_text())
@@ -1060,7 +1070,7 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tm
     assert {*os.listdir(out)} == {"metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint.pt", "model"}
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
     assert transformers.AutoTokenizer.from_pretrained(out / "model")("01")["input_ids"] == [51, 52, 1]
-    assert [p.suffix for p in (tmp_path / "cache" / "dppo").iterdir()] == [""]  # the warm start, and nothing half done
+    assert [p.suffix for p in (out.with_name("cache") / "dppo").iterdir()] == [""]  # the warm start, and nothing half done
 
 # ---- Interruptions and resuming --------------------------------------------------------------------------------------
 def assert_same_run(one: Path, other: Path) -> None:
@@ -1243,7 +1253,7 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have
     ("temperature not in the trained logits", ".float() / temperature)", ".float())"),
     ("clipped on one side", "clamp(1 - down, 1 + up)", "clamp(max=1 + up)"),
     ("gspo's ratio a sum", "log_ratio) / lengths)[owner]", "log_ratio))[owner]"),
-    ("no mean length for dapo", '(mean_length if config.objective == "dapo" else 1)', "1"),
+    ("no mean length for dapo", 'mean_length if config.objective == "dapo" else 1', "1"),
     ("old policy forgotten", "if config.inner_epochs > 1 else None", "if config.inner_epochs > 9 else None"),
     ("finished rows mixed up", "rows[live], ids[live]", "rows[:int(live.sum())], ids[live]"),
     ("cache rows not selected", "batch_select_indices(live)", "batch_select_indices(live.flip(0))"),
