@@ -53,7 +53,7 @@ LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 wit
 
 # ---- 1. Config
 
-EMBEDDED = dict(steps=120, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
+EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # of the ratio: down, up
 NOT_LEARNED = {"steps", "eval_every", "save_every", "resume", "output_dir", "rollout_batch_size",
@@ -83,7 +83,7 @@ class Config:
     eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
     eval_every: int = HfArg(default=0, help="steps between evaluations; 0: only before and after")
 
-    steps: int = HfArg(default=None, help="0 only evaluates; embedded: 120, else 300")
+    steps: int = HfArg(default=None, help="0 only evaluates; embedded: 110, else 300")
     prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most")
     group_size: int = HfArg(default=8, help="G, completions of each prompt")
     inner_epochs: int = HfArg(default=1, help="updates on each rollout")
