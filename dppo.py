@@ -103,7 +103,7 @@ class Config:
     seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
     output_dir: str = HfArg(default="", help="the run's own folder; empty: a new one under runs/")
     save_every: int = HfArg(default=50, help="steps between checkpoints; 0: only after the last")
-    resume: bool = HfArg(default=False, help="go on from the checkpoint in --output_dir, if there is one")
+    resume: bool = HfArg(default=False, help="go on from the checkpoint in --output_dir, if any")
 
     def __post_init__(self):
         self.rule = RULES.get(self.method) or pkgutil.resolve_name(self.method)
@@ -112,7 +112,7 @@ class Config:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if not (0 <= self.prompt_prune_rate < 1 and 0 <= self.completion_prune_rate < 1):
-            raise ValueError("--prompt_prune_rate and --completion_prune_rate must lie in [0, 1)")
+            raise ValueError("--prompt_prune_rate, --completion_prune_rate must lie in [0, 1)")
         if self.group_size < 2 or min(self.prompts_per_step, self.inner_epochs, self.pack_window) < 1:
             raise ValueError("--group_size must be at least 2; --prompts_per_step, --inner_epochs, --pack_window 1")
         if bool(self.model) != bool(self.dataset) or self.resume and not self.output_dir:
@@ -555,7 +555,7 @@ class Task:
 
 
 def load_task(config: Config) -> Task:
-    """The user's data and model, or the embedded ones. Faults of the data show before a model is loaded."""
+    """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.model, padding_side="left", trust_remote_code=False)
@@ -616,6 +616,7 @@ def load_examples(spec: str, split: str, config: Config, tokenizer) -> list[dict
         else:
             prompt = system + "\n\n" + prompt if system else prompt
             ids = tokenizer(prompt)["input_ids"]
+            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         if 0 < len(ids) <= config.max_prompt_tokens:  # rewards written for TRL expect the answer under either name
             examples.append({**row, "prompt": prompt, "prompt_ids": ids, "answer": answer, "solution": answer})
     if not examples:
@@ -708,7 +709,7 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
     step = state["step"] = state["step"] + 1
     transformers.set_seed((1_000_003 * config.seed + step) % 2 ** 32)
 
-    # 1. Prune prompts by what is remembered of them. Their order is a permutation for each epoch.
+    # 1. Prune prompts by what is remembered of them. Each epoch has an order of its own.
     epoch, done = divmod(state["seen"], n)
     order = sum((random.Random(f"{config.seed} {e}").sample(range(n), n) for e in (epoch, epoch + 1)), [])
     window, prompts, prompt_weights = pick_prompts(rule, torch.tensor(order[done:done + n]), B, torch.default_generator)
@@ -735,11 +736,10 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
     mean_length = state["mean_length"] or metrics["completion_length"]
     state["mean_length"] = 0.9 * mean_length + 0.1 * metrics["completion_length"]
     optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
-    for weights in draws:
-        divisor = len(window) * G if rule.unbiased else max(1, int((weights > 0).sum()))
+    for w in draws:
+        divisor = len(window) * G if rule.unbiased else max(1, int((w > 0).sum()))
         divisor *= mean_length if config.objective == "dapo" else 1
-        update = train_step(model, optimizer, sequences, advantages.flatten(), weights.flatten(), divisor, config, old,
-                            ref)
+        update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), divisor, config, old, ref)
         state["failures"] = state["failures"] + 1 if update["skipped"] else 0
 
     seconds = time.perf_counter() - clock
@@ -752,7 +752,7 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
     return record, dict(
         step=step, prompt=examples[0]["prompt"], completions=task.tokenizer.batch_decode(completions[0]),
         rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
-        advantages=advantages[0].tolist(), weights=weights[0].tolist())
+        advantages=advantages[0].tolist(), weights=draws[-1][0].tolist())
 
 
 def train(config: Config, task: Task | None = None, state: dict | None = None) -> dict:

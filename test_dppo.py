@@ -1069,7 +1069,8 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(pl
     assert total["completions_trained"] / 8 < 0.7 * total["prompts_rolled"] < 0.6 * total["prompts_seen"]
     assert {*os.listdir(out)} == {"metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint.pt", "model"}
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
-    assert transformers.AutoTokenizer.from_pretrained(out / "model")("01")["input_ids"] == [51, 52, 1]
+    own, file = transformers.AutoTokenizer.from_pretrained(out / "model"), write_rows(out.with_name("a.jsonl"), GOOD)
+    assert dppo.load_examples(str(file), "train", Config(), own)[0]["prompt_ids"][-1] == ord("=") + 3  # no end id
     assert [p.suffix for p in (out.with_name("cache") / "dppo").iterdir()] == [""]  # and nothing half done
 
 # ---- Interruptions and resuming --------------------------------------------------------------------------------------
@@ -1241,8 +1242,8 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("low set with zeros", "advantages.abs().masked_fill(candidates == 0, math.nan)", "advantages.abs()", "kept_"),
     ("prompt's weight not in the score", "(advantages.abs() * prompt_weights[:, None])", "advantages.abs()", "scored"),
     ("draw reused", "for _ in range(config.inner_epochs)]", "for _ in [0]] * config.inner_epochs", "anew_for"),
-    ("advantages centred after pruning", "sequences, advantages.flatten(), weights.flatten(),",
-     "sequences, (advantages - advantages[weights > 0].mean()).flatten(), weights.flatten(),", "divides_by"),
+    ("advantages centred after pruning", "sequences, advantages.flatten(), w.flatten(),",
+     "sequences, (advantages - advantages[w > 0].mean()).flatten(), w.flatten(),", "divides_by"),
     ("groups that are not gradable", "* ~rewards.isnan().any(dim=1, keepdim=True)", "", "cost_nothing"),
     ("memory of pruned prompts lost", "rule.update(prompts,",
      "[m.index_fill_(0, window, 0.0) for m in rule.memory.values()]; rule.update(prompts,", "last_visit"),
