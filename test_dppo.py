@@ -1162,7 +1162,7 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
         trained.append(sum(len(part["advantages"]) for part in trainer._buffered_inputs))
         return torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double()
     def pick():
-        trainer.windows.order, trainer.windows.queue = torch.arange(N), []
+        trainer.windows.order = torch.arange(N)
         trainer.windows.rule.memory = rule_of(Config(method=method)).memory
         return [*itertools.islice(trainer.windows, N * G)], trainer.windows.queue[0]
     def step():
