@@ -1,5 +1,4 @@
 """The claims of dppo.py, each a test whose name is the sentence it proves. Run with: python -m pytest -q
-
 `python test_dppo.py` tests the tests: it runs them on dppo.py with careless changes, one at a time."""
 
 import copy
@@ -1110,12 +1109,13 @@ def test_slow_ctrl_c_prints_what_is_saved_and_the_command_that_goes_on(folder, t
     command = ["--model", folder / "model", "--dataset", folder / "data.jsonl", "--max_completion_tokens", 6,
                "--reward", "test_dppo:short", "--prompts_per_step", 4, "--steps", 100_000, "--save_every", 2]
     with subprocess.Popen([sys.executable, SCRIPT, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, cwd=tmp_path, env=ENVIRONMENT) as process:
+                          text=True, cwd=tmp_path, env=ENVIRONMENT,  # a background job ignores SIGINT
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         while not (found := [*tmp_path.glob("runs/*/checkpoint.pt")]):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in error
     saved, command = re.fullmatch(r"(.*) is saved; go on with: python (.*)", error.strip().splitlines()[-1]).groups()
     steps = torch.load(tmp_path / saved, weights_only=True)["state"]["step"]
