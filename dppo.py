@@ -30,8 +30,11 @@ import pkgutil
 import random
 import re
 import shlex
+import shutil
 import sys
 import time
+import traceback
+import warnings
 from argparse import SUPPRESS
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
@@ -56,8 +59,11 @@ LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 wit
 EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # of the ratio: down, up
+AT_LEAST = dict(group_size=2, temperature=1e-3, max_grad_norm=1e-6) | dict.fromkeys(  # of other numbers, 0
+    ("prompts_per_step", "inner_epochs", "max_prompt_tokens", "max_completion_tokens", "eval_samples",
+     "rollout_batch_size", "micro_batch_tokens"), 1)
 NOT_LEARNED = {"steps", "eval_every", "save_every", "resume", "output_dir", "rollout_batch_size",
-               "micro_batch_tokens", "pack_window", "attention", "gradient_checkpointing"}  # may differ with --resume
+               "micro_batch_tokens", "gradient_checkpointing"}  # may differ with --resume
 
 
 @dataclass
@@ -73,7 +79,7 @@ class Config:
     dataset: str = HfArg(default="", help="path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
     prompt_column: str = HfArg(default="prompt,question,problem", help="the first found")
     answer_column: str = HfArg(default="answer,solution,reward_model.ground_truth", help="the first found")
-    system_prompt: str = HfArg(default="", help="put before every prompt")
+    system_prompt: str = HfArg(default="", help="put before every prompt, in place of its own system message")
     chat_template_kwargs: str = HfArg(default="{}", help='JSON, such as {"enable_thinking": false}')
     reward: str = HfArg(default=None, help="exact, gsm8k, boxed, package.module:function; embedded: exact, else gsm8k")
     max_prompt_tokens: int = HfArg(default=512, help="longer ones are left out, and counted")
@@ -96,8 +102,6 @@ class Config:
     max_completion_tokens: int = HfArg(default=None, help="cut here; embedded: 22, else 1024")
     rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate")
     micro_batch_tokens: int = HfArg(default=4096, help="tokens in a forward pass, or one long sequence")
-    pack_window: int = HfArg(default=64, help="sequences that packing chooses from")
-    attention: Literal["sdpa", "flex_attention"] = HfArg(default="sdpa", help="of slots; flex skips what is between")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, a third more work")
 
     seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
@@ -106,18 +110,32 @@ class Config:
     resume: bool = HfArg(default=False, help="go on from the checkpoint in --output_dir, if any")
 
     def __post_init__(self):
-        self.rule = RULES.get(self.method) or pkgutil.resolve_name(self.method)
+        self.rule = find("method", self.method, RULES)
         defaults = (HUB if self.model else EMBEDDED) | dict(prompt_prune_rate=self.rule.prompt_prune_rate)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if not (0 <= self.prompt_prune_rate < 1 and 0 <= self.completion_prune_rate < 1):
-            raise ValueError("--prompt_prune_rate, --completion_prune_rate must lie in [0, 1)")
-        if self.group_size < 2 or min(self.prompts_per_step, self.inner_epochs, self.pack_window) < 1:
-            raise ValueError("--group_size must be at least 2; --prompts_per_step, --inner_epochs, --pack_window 1")
-        if bool(self.model) != bool(self.dataset) or self.resume and not self.output_dir:
-            raise ValueError("--model and --dataset need each other, --resume needs --output_dir")
+        for name, value in vars(self).items():
+            least, most = AT_LEAST.get(name, 0), 0.99 if name.endswith("prune_rate") else sys.float_info.max
+            if isinstance(value, (int, float)) and not least <= value <= most:  # NaN fails too
+                raise ValueError(f"--{name} {value} must lie in [{least}, {most:.2g}]")
+        if self.model and not self.dataset:
+            raise ValueError("--model needs --dataset")
+        for name in ("dataset", "eval_dataset", "system_prompt", "chat_template_kwargs"):
+            if not self.model and getattr(self, name) not in ("", "{}"):
+                raise ValueError(f"--{name} needs --model")
+        if self.resume and not self.output_dir:
+            raise ValueError("--resume needs --output_dir")
         self.output_dir = self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        if self.model and Path(self.model).resolve() == Path(self.output_dir, "model").resolve():
+            raise ValueError(f"--model {self.model} would be overwritten by the run; give another --output_dir")
+
+
+def find(option: str, name: str, known: dict):
+    """A rule or reward by its name, or a user's own as package.module:name. Raises ValueError for any other word."""
+    if name not in known and ":" not in name:
+        raise ValueError(f"--{option} {name}: neither one of {', '.join(known)} nor package.module:name")
+    return known.get(name) or pkgutil.resolve_name(name)
 
 
 # ---- 2. Pruning: which prompts and completions are kept, and what they weigh
@@ -216,7 +234,8 @@ class DPPO(GRPOSkip):
         return candidates * keep_probabilities(scores, self.config.completion_prune_rate)
 
     def update(self, prompts, rewards, advantages):
-        self.memory["score"][prompts] = advantages.abs().mean(dim=1)
+        for q, group in zip(prompts.tolist(), advantages):  # the later of two visits in a window that spans two epochs
+            self.memory["score"][q] = group.abs().mean()  # 0 also where a group is not gradable
 
 
 class OptimalDPPO(GRPOSkip):
@@ -224,7 +243,7 @@ class OptimalDPPO(GRPOSkip):
     enters; of a prompt, the root mean square |A| to expect of its next group."""
 
     prompt_prune_rate = 0.9
-    remembers = {"right": 0.0, "wrong": 0.0}  # rewards within [0, 1], and what they lack of 1, summed with decay
+    remembers = {"visits": 0.0, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed over visits with decay
     floor = 0.07  # of pi, where what looks useless may have a gradient: there, weights are at most 15
     prior = 0.05  # of a prompt's success rate, a Beta prior: most are solved nearly always or nearly never
     decay = 0.8  # what a visit still counts one visit later, since the policy changes
@@ -237,7 +256,7 @@ class OptimalDPPO(GRPOSkip):
         square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
         if self.config.objective == "dr_grpo":
             square = a * b / ((a + b) * (a + b + 1))
-        scores = square.sqrt().masked_fill(a + b == 2 * self.prior, math.nan)  # never visited
+        scores = square.sqrt().masked_fill(self.memory["visits"] == 0, math.nan)
         return optimal_probabilities(scores, self.config.prompt_prune_rate, self.floor)
 
     def completions(self, advantages, prompt_weights):
@@ -247,20 +266,36 @@ class OptimalDPPO(GRPOSkip):
         return candidates * optimal_probabilities(scores, self.config.completion_prune_rate, floor)
 
     def update(self, prompts, rewards, advantages):
-        right = rewards.nan_to_num().clamp(0, 1)
-        for name, visit in (("right", right), ("wrong", 1 - right)):
-            self.memory[name][prompts] = self.decay * self.memory[name][prompts] + visit.sum(dim=1)
+        if ((rewards < 0) | (rewards > 1)).any():
+            warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # once
+        for q, group in zip(prompts.tolist(), rewards):  # a window across two epochs may hold a prompt twice
+            self.memory["visits"][q] += 1
+            if not group.isnan().any():  # else it is not gradable
+                right = group.clamp(0, 1).sum()
+                for name, visit in (("right", right), ("wrong", len(group) - right)):
+                    self.memory[name][q] = self.decay * self.memory[name][q] + visit
 
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": OptimalDPPO}
+
+
+def check_probabilities(rule: Rule, method: str, pi: torch.Tensor, may_be_zero: torch.Tensor) -> torch.Tensor:
+    """What a rule's method gave, in float64. Raises ValueError where it would bias the gradient in silence."""
+    may_be_zero = may_be_zero | (not rule.unbiased)
+    if pi.shape != may_be_zero.shape or not torch.where(pi == 0, may_be_zero, (pi > 0) & (pi <= 1 + 1e-9)).all():
+        raise ValueError(f"{type(rule).__name__}.{method}() must return {tuple(may_be_zero.shape)} probabilities, "
+                         "0 < pi <= 1 (0 only where a completion has no gradient, or with unbiased = False)")
+    return pi.double()
 
 
 def pick_prompts(rule: Rule, order: torch.Tensor, batch_size: int, generator: torch.Generator) -> tuple:
     """Prompt-level pruning: (k,) indices of the next prompts -> window (N,), those kept (B,), their weights (B,).
     The window is the longest stretch whose pi sum to at most batch_size, so that the draw keeps about that many. N may
     depend on history and order, never on the draw: to look on until enough survive would be biased."""
-    pi = rule.prompts()[order]
+    pi = check_probabilities(rule, "prompts", rule.prompts(), rule.all_kept == 0)[order]
     size = int((pi.cumsum(0) <= batch_size + 1e-9).sum())
+    if not pi[:size].any():
+        raise ValueError(f"{type(rule).__name__}.prompts() keeps none of the next {size} prompts")
     pi = pi[:size] / pi[:size].sum().clamp(max=1)  # where that is less than 1, one is kept all the same
     weights = draw(pi, generator)
     kept = weights.nonzero().squeeze(1)
@@ -269,13 +304,15 @@ def pick_prompts(rule: Rule, order: torch.Tensor, batch_size: int, generator: to
 
 def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, generator: torch.Generator) -> torch.Tensor:
     """Completion-level pruning: (B, G) rewards and advantages, (B,) prompt weights -> (B, G) weights of both levels."""
-    pi = rule.completions(advantages, prompt_weights) * ~rewards.isnan().any(dim=1, keepdim=True)  # NaN: not gradable
+    no_gradient = (advantages == 0) & (rule.config.beta == 0)
+    pi = check_probabilities(rule, "completions", rule.completions(advantages, prompt_weights), no_gradient)
+    pi = pi * ~rewards.isnan().any(dim=1, keepdim=True)  # NaN: not gradable
     weights = draw(pi.flatten(), generator).view_as(pi)
     return prompt_weights[:, None] * weights if rule.unbiased else weights.sign()
 
 
 # ---- 3. Packing: the paper's Dense Prompt Packing
-def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
+def pack(lengths: list[int], capacity: int, window: int = 64) -> list[list[int]]:
     """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
     Of the next `window` sequences, the longest that fits goes into the open slot. When none fits, the next is opened.
     Every index ends up in exactly one slot. Raises ValueError if a sequence exceeds a slot."""
@@ -296,11 +333,10 @@ def pack(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
 
 def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots; density, 1 - padding share.
-    With sdpa a slot has a dense attention mask, so it is only as long as the longest sequence. flex_attention skips
-    what lies between sequences, so a slot is a whole micro-batch."""
+    A slot has a dense attention mask, so it is only as long as the longest sequence."""
     lengths = {i: len(sequences[i][0]) + len(sequences[i][1]) for i in indices}
-    capacity = max([config.micro_batch_tokens if config.attention == "flex_attention" else 1, *lengths.values()])
-    slots = [[indices[j] for j in slot] for slot in pack([*lengths.values()], capacity, config.pack_window)]
+    capacity = max(lengths.values(), default=1)
+    slots = [[indices[j] for j in slot] for slot in pack([*lengths.values()], capacity)]
     rows = max(1, config.micro_batch_tokens // capacity)
     batches = [slots[i:i + rows] for i in range(0, len(slots), rows)]
     computed = sum(len(batch) * max(sum(lengths[i] for i in slot) for slot in batch) for batch in batches)
@@ -421,10 +457,11 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
 
 
 # ---- 5. Rollout
-def rollout(task: "Task", examples: list[dict], samples: int, config: Config) -> list[list[list[int]]]:
-    """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
+def rollout(task: "Task", examples: list[dict], samples: int, config: Config, bar: str = "") -> list[list[list[int]]]:
+    """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut.
+    With the name of a progress `bar`, one is shown."""
     completions, size = [], max(1, config.rollout_batch_size // samples)
-    for start in range(0, len(examples), size):
+    for start in tqdm(range(0, len(examples), size), bar, leave=False, disable=not bar):
         completions += generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)[0]
     return [completions[i:i + samples] for i in range(0, len(completions), samples)]
 
@@ -437,11 +474,10 @@ def generate(task: "Task", prompts: list[list[int]], samples: int, config: Confi
     own generation_config has top_k, top_p and a repetition penalty: another policy than the one trained. So the model
     has a clean one meanwhile."""
     model, ends = task.model, task.end_ids()
-    own, attention = model.generation_config, model.config._attn_implementation
+    own = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=ends or None,
         pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-    model.set_attn_implementation("sdpa")
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
     cache = transformers.DynamicCache(config=model.config)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
@@ -464,7 +500,6 @@ def generate(task: "Task", prompts: list[list[int]], samples: int, config: Confi
         mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
         rows, ids = rows[live], ids[live]
     model.generation_config = own
-    model.set_attn_implementation(attention)
     ended = torch.isin(tokens, stop)
     lengths = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
     return tuple([row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs))
@@ -473,31 +508,45 @@ def generate(task: "Task", prompts: list[list[int]], samples: int, config: Confi
 @torch.no_grad()
 def check_sampling(task: "Task", config: Config) -> None:
     """Raises ValueError where the policy trained is not the one that samples. Their ratio is 1 by construction, so
-    nothing else would notice. The log-probabilities of a few sampled tokens must be those of completion_logprobs,
-    packed in one slot and in two; on average, since bfloat16 is coarse."""
+    nothing else would notice. The logits must be those of the model's own head, to the last bit but for rounding: some
+    models scale or cap them. The log-probabilities of a few sampled tokens must be those of completion_logprobs, packed
+    in one slot and in two; on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
     model, prompts, samples = task.model, [e["prompt_ids"] for e in task.train[:2]], 4
-    completions, logprobs = generate(task, prompts, samples, replace(config, max_completion_tokens=16), scores=True)
-    sequences, indices = [(prompts[i // samples], ids) for i, ids in enumerate(completions)], range(len(completions))
-    for slots in ([[*indices]], [[*indices[::2]], [*indices[1::2]]]):
-        trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
-        sampled = torch.tensor(sum((logprobs[i] for slot in slots for i in slot), []), device=model.device)
-        difference = (trained - sampled).abs().mean().item()
-        if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):  # NaN fails too
-            raise ValueError(f"{type(model).__name__} cannot be trained packed: log-probabilities in rollout and "
-                             f"training differ by {difference:.2g}")
+    short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
+    try:
+        ids = torch.tensor(prompts[:1], device=model.device)
+        logits, hidden = model(ids).logits, model.get_decoder()(ids).last_hidden_state
+        difference = (model.get_output_embeddings()(hidden) - logits).abs().max() / logits.abs().max()
+        if not difference <= 1e-3:  # NaN fails too
+            raise ValueError(f"it scales or caps its logits, by up to {difference:.1%}")
+        completions, logprobs = generate(task, prompts, samples, short, scores=True)
+        sequences = [(prompts[i // samples], ids) for i, ids in enumerate(completions)]
+        indices = range(len(sequences))
+        for slots in ([[*indices]], [[*indices[::2]], [*indices[1::2]]]):
+            trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
+            sampled = torch.tensor(sum((logprobs[i] for slot in slots for i in slot), []), device=model.device)
+            difference = (trained - sampled).abs().mean().item()
+            if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
+                raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
+    except Exception as error:  # also inside models without the cache or the layers that this needs
+        raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from None
 
 
 # ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
 
+NUMBER_AND_TAIL = re.compile(rf"({NUMBER.pattern})((?:[eE][-+]?|[A-Za-z]+)[0-9]\w*)?")
+
+
 def gsm8k_number(text: str) -> Decimal | None:
-    """The first number after the last ####, else the last number of the text, else None."""
+    """The first number after the last ####, else the last number of the text, else None. 1e9 is not the number 1."""
     text = text.replace("\N{MINUS SIGN}", "-")
-    numbers = NUMBER.findall(text)
-    marked = NUMBER.search(text, text.rfind("####")) if "####" in text else None
-    return Decimal(re.sub(r"[$,]", "", marked[0] if marked else numbers[-1])) if numbers else None
+    numbers = [match for match in NUMBER_AND_TAIL.finditer(text) if not match[2]]
+    mark = text.rfind("####") if "####" in text else len(text)
+    chosen = [match for match in numbers if match.start() > mark][:1] or numbers[-1:]
+    return Decimal(re.sub(r"[$,]", "", chosen[0][1])) if chosen else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -521,11 +570,11 @@ def normalise_latex(text: str) -> Decimal | str:
 
 
 def reward_of(read: Callable, gold: Callable) -> Callable:
-    """A reward function: 1 where read(text of the completion) is gold(answer), None where there is none."""
+    """A reward function: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
     def reward(prompts, completions, answer, **columns) -> list[float | None]:
         texts = (c if isinstance(c, str) else c[-1]["content"] for c in completions)  # chat: one assistant message
         golds = (None if a is None else gold(str(a)) for a in answer)
-        return [None if g is None else float(read(text) == g) for text, g in zip(texts, golds)]
+        return [None if g in (None, "") else float(read(text) == g) for text, g in zip(texts, golds)]
     return reward
 
 
@@ -533,7 +582,7 @@ exact_reward = reward_of(str.strip, str.strip)
 gsm8k_reward = reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
     gsm8k_number(answer) if "####" in answer or NUMBER.fullmatch(answer.strip(" .%")) else None))
 boxed_reward = reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
-                         lambda answer: normalise_latex(last_boxed(answer) or answer) or None)
+                         lambda answer: normalise_latex(last_boxed(answer) or answer))
 REWARDS = {"exact": exact_reward, "gsm8k": gsm8k_reward, "boxed": boxed_reward}
 
 
@@ -557,6 +606,8 @@ class Task:
 def load_task(config: Config) -> Task:
     """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
+        if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
+            raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.model, padding_side="left", trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -566,12 +617,14 @@ def load_task(config: Config) -> Task:
             evals, train = {"held out": train[:held_out]}, train[held_out:]
     else:
         train, evals, tokenizer = sorting_data(config)
-    reward, trial = REWARDS.get(config.reward) or pkgutil.resolve_name(config.reward), train[:100]
-    task = Task(train, evals, tokenizer, reward)
-    if score_completions(task, trial, [[[]] for _ in trial]).isnan().all():
-        raise ValueError(f"--reward {config.reward} can grade none of the first {len(trial)} answers")
+    evals = {name: examples for name, examples in evals.items() if examples}
+    task = Task(train, evals, tokenizer, find("reward", config.reward, REWARDS))
+    for name, examples in {"the training data": train, **evals}.items():
+        trial = examples[:100]  # with empty completions
+        if score_completions(task, trial, [[[]] for _ in trial]).isnan().all():
+            raise ValueError(f"--reward {config.reward} can grade none of the first {len(trial)} answers of {name}")
     task.model = model = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model or warm_started(tokenizer), dtype=DTYPE, attn_implementation=config.attention,
+        config.model or warm_started(tokenizer), dtype=DTYPE, attn_implementation="sdpa",
         trust_remote_code=False).to(DEVICE).eval()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -591,27 +644,34 @@ def score_completions(task: Task, examples: list[dict], completions: list[list[l
     columns = {key: [e[key] for e, _ in rows] for key in examples[0].keys() - {"prompt", "prompt_ids", "completions"}}
     values = task.reward(prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)
     rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-    if len(rewards) != len(rows) or rewards.isinf().any():
+    if rewards.shape != (len(rows),) or rewards.isinf().any():
         raise ValueError(f"the reward function must return {len(rows)} finite numbers or None, one for each completion")
     return rewards.view(len(examples), -1)
 
 
 def load_examples(spec: str, split: str, config: Config, tokenizer) -> list[dict]:
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
-    path, *name = spec.split(":")
+    path, *name = re.split(r":(?![^\[]*\])", spec)  # a colon within [] is of a slice
     split = name.pop() if name else split
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     if kind and Path(path).is_file() and Path(path).stat().st_size == 0:
         raise ValueError(f"{path} is empty")
-    rows = load_dataset(kind, data_files={split: path}, split=split) if kind else load_dataset(path, *name, split=split)
+    files = {split.partition("[")[0]: path} if kind else None
+    rows = load_dataset(kind or path, *name, data_files=files, split=split)
     flat, examples = rows.flatten(), []  # verl nests the answer
-    prompts, answers = (flat[next((name for name in names.split(",") if name in flat.column_names), names)]
+    prompts, answers = (next((flat[name] for name in names.split(",") if name in flat.column_names), None)
                         for names in (config.prompt_column, config.answer_column))
+    if prompts is None or answers is None and config.reward in REWARDS:  # a reward of one's own may need no answer
+        option = "answer" if prompts is not None else "prompt"
+        raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}; name one by --{option}_column")
     template, system = json.loads(config.chat_template_kwargs), config.system_prompt
-    for row, prompt, answer in zip(rows, prompts, answers):
+    for row, prompt, answer in zip(rows, prompts, answers or [None] * len(rows)):
+        if not prompt:
+            continue
         if tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompt = [{"role": "system", "content": system}, *prompt] if system else prompt
+            if system:
+                prompt = [{"role": "system", "content": system}, *(m for m in prompt if m["role"] != "system")]
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
         else:
             prompt = system + "\n\n" + prompt if system else prompt
@@ -672,7 +732,10 @@ def warm_started(tokenizer) -> Path:
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / steps)
         train_step(model, optimizer, sequences, ones, ones, size, config)  # supervised: advantage 1 on others' answers
     model.save_pretrained(partial := folder.with_suffix(f".{os.getpid()}"))
-    partial.rename(folder)  # never half a model under this name
+    try:
+        partial.rename(folder)  # never half a model under this name
+    except OSError:  # another run was first, with the same model
+        shutil.rmtree(partial)
     return folder
 
 
@@ -680,12 +743,13 @@ def warm_started(tokenizer) -> Path:
 def evaluate(task: Task, config: Config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
     transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
-    k, evals = config.eval_samples, task.evals.items()
-    rewards = {name: score_completions(task, examples, rollout(task, examples, k, config)) for name, examples in evals}
+    k, rewards, mean = config.eval_samples, {}, lambda values: values.mean().item() if len(values) else None
+    for name, examples in task.evals.items():
+        rewards[name] = score_completions(task, examples, rollout(task, examples, k, config, f"evaluating {name}"))
     rewards = {name: r[~r.isnan().any(dim=1)] for name, r in rewards.items()}  # NaN: not gradable
-    sets = {name: {"prompts": len(r), f"avg@{k}": r.mean().item(), f"pass@{k}": r.amax(dim=1).mean().item()}
+    sets = {name: {"prompts": len(r), f"avg@{k}": mean(r), f"pass@{k}": mean(r.amax(dim=1))}
             for name, r in rewards.items()}
-    return {"accuracy": torch.cat([*rewards.values()]).mean().item() if sets else None, **sets}
+    return {"accuracy": mean(torch.cat([*rewards.values()])) if sets else None, **sets}
 
 
 def rollout_metrics(rewards, completions, prompt_weights, weights, ends: list[int]) -> dict:
@@ -758,8 +822,10 @@ def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config:
 def train(config: Config, task: Task | None = None, state: dict | None = None) -> dict:
     """A whole run, or the rest of one -> its summary. `state`, if given, is filled when the first step can begin."""
     started, out, state = time.perf_counter(), Path(config.output_dir), {} if state is None else state
-    resume = config.resume and (out / "checkpoint.pt").exists()
-    if not resume and (out / "metrics.jsonl").exists():
+    out.mkdir(parents=True, exist_ok=True)  # first, so that a folder that cannot be written shows before any work
+    files, resume = [(out / f"{name}.jsonl").open("a") for name in ("metrics", "samples")], config.resume
+    resume = resume and (out / "checkpoint.pt").exists()
+    if not resume and files[0].tell():
         raise ValueError(f"--output_dir {out} holds a run " + ("without a checkpoint" if config.resume else "already"))
     task = task or load_task(config)
     rule, optimizer = config.rule(config, len(task.train)), make_optimizer(task.model, config)
@@ -772,6 +838,9 @@ def train(config: Config, task: Task | None = None, state: dict | None = None) -
         for name, value in learned.items():
             if value != (was := saved["learned"].get(name)):
                 raise ValueError(f"--resume: {name} is {value!r}, but was {was!r} in {out}")
+        for file, size in zip(files, saved["state"]["sizes"]):
+            if file.tell() < size:
+                raise ValueError(f"--resume: {file.name} is shorter than it was at the checkpoint")
         rule.memory = saved["memory"]
         optimizer.load_state_dict(saved["optimizer"])
         for p, master, weight in zip(task.model.parameters(), masters, saved["weights"]):
@@ -779,17 +848,17 @@ def train(config: Config, task: Task | None = None, state: dict | None = None) -
             master.data.copy_(weight)
         state |= saved["state"]
     else:
-        out.mkdir(parents=True, exist_ok=True)
         before = evaluate(task, config)
         state |= dict(step=0, seen=0, mean_length=None, seconds=0.0, failures=0, sizes=[0, 0], before=before)
 
-    files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
+    after = None if config.steps else state["before"]
     for file, size in zip(files, state["sizes"]):
         file.truncate(size)  # what came after the checkpoint comes again
     for step in (bar := tqdm(range(state["step"] + 1, config.steps + 1), initial=state["step"], total=config.steps)):
         record, sample = dppo_step(task, rule, optimizer, reference, state, config)
-        if config.eval_every and step % config.eval_every == 0:
-            record |= {"evaluation": (results := evaluate(task, config)), "accuracy": results["accuracy"]}
+        after = evaluate(task, config) if config.eval_every and step % config.eval_every == 0 else None
+        if after:
+            record |= {"evaluation": after, "accuracy": after["accuracy"]}
         for file, line in zip(files, (record, sample)):
             print(json.dumps(line), file=file, flush=True)
         bar.set_postfix({name: record[name] for name in ("reward", "prompts_seen", "prompts_rolled", "slot_density")})
@@ -797,19 +866,21 @@ def train(config: Config, task: Task | None = None, state: dict | None = None) -
             raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
         if step == config.steps or config.save_every and step % config.save_every == 0:
             state["sizes"] = [file.tell() for file in files]
-            torch.save(dict(state=state, learned=learned, memory=rule.memory, optimizer=optimizer.state_dict(),
-                            weights=masters), out / "partial.pt")
+            with (out / "partial.pt").open("wb") as file:
+                torch.save(dict(state=state, learned=learned, memory=rule.memory, optimizer=optimizer.state_dict(),
+                                weights=masters), file)
+                os.fsync(file.fileno())
             (out / "partial.pt").replace(out / "checkpoint.pt")  # if killed, the last one is whole
-    before = state["before"]
-    after = evaluate(task, config) if config.steps else before
+    before, after = state["before"], after or evaluate(task, config)
     summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
                    wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     for part in (task.model, task.tokenizer):
         part.save_pretrained(out / "model")
-    mean = f"avg@{config.eval_samples}"
-    sets = ", ".join(f"{name} {before[name][mean]:.2f} -> {after[name][mean]:.2f}" for name in task.evals)
-    print(f"accuracy {before['accuracy']:.2f} -> {after['accuracy']:.2f} ({sets})" if sets else "not evaluated",
+    arrow = lambda *pair: " -> ".join("not graded" if x is None else f"{x:.2f}" for x in pair)
+    sets = ", ".join(f"{name} {arrow(*(x[name][f'avg@{config.eval_samples}'] for x in (before, after)))}"
+                     for name in task.evals)
+    print(f"accuracy {arrow(before['accuracy'], after['accuracy'])} ({sets})" if sets else "not evaluated",
           f"in {summary['wall_seconds']:.0f} s; results are in {out}")
     return summary
 
@@ -832,8 +903,13 @@ def main() -> None:
     except Exception as error:
         if state:
             raise
-        message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")
-        parser.exit(2, f"dppo.py: error: {' '.join(message.split())[:300]}\n")
+        message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
+        libraries = __file__, sys.prefix + os.sep, sys.base_prefix + os.sep, "<"
+        own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+        for frame in own[-1:]:  # the line of the user's own reward or rule
+            message += (f" (in {frame.name}, {frame.filename}, line {frame.lineno}; a reward gets the completions of a "
+                        "chat model as lists of messages)")
+        parser.exit(2, f"dppo.py: error: {' '.join(message.split())}\n")
 
 
 if __name__ == "__main__":
