@@ -904,9 +904,9 @@ def main() -> None:
         if state:
             raise
         message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
-        libraries = __file__, sys.prefix + os.sep, sys.base_prefix + os.sep, "<"
+        libraries = __file__, sys.prefix + os.sep, sys.base_prefix + os.sep, os.path.expanduser("~/.local/lib"), "<"
         own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-        for frame in own[-1:]:  # the line of the user's own reward or rule
+        for frame in own[:1]:  # the line of the user's own reward or rule
             message += (f" (in {frame.name}, {frame.filename}, line {frame.lineno}; a reward gets the completions of a "
                         "chat model as lists of messages)")
         parser.exit(2, f"dppo.py: error: {' '.join(message.split())}\n")
