@@ -1,26 +1,39 @@
 """Dynamic Pruning Policy Optimization (DPPO) in one file: GRPO with unbiased pruning.
 
-After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026, arXiv 2603.04135).
-GRPO trains on a group of completions of every prompt. Many of them teach nothing. DPPO leaves out prompts before the
-rollout and completions after it. It divides what it keeps by the probability of being kept, so that the expected
-gradient stays that of full GRPO. It packs what is left densely into slots.
+After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026,
+arXiv 2603.04135). This is neither Diffusion PPO nor Divergence PPO, TRL's `dppo`.
 
-    python dppo.py                           trains a small embedded model in a minute or two on a laptop, offline
+GRPO trains on a group of completions of every prompt. Many of them teach nothing. DPPO leaves out
+prompts before the rollout and completions after it, at random. It divides what it keeps by the
+probability of being kept, so the expected gradient stays that of full GRPO. It packs what is left
+densely into slots.
+
+    python dppo.py                           a small embedded model, in a minute or two, offline
     python dppo.py --method dppo-optimal     the same with our rule of least variance
-    python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train --eval_dataset openai/gsm8k:main:test
+    python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-Sections 2 to 4 are the paper; dppo_step in section 8 is its algorithm. Symbols: N candidate prompts of a step (its
-window), B of them rolled out, G completions of each, M completions in an update, T their tokens, A advantage, r_q and
-r_o pruning rates of prompts and completions, pi = 1 - P probability of being kept, w importance weight (1/pi or 0).
+The upper floor, sections 1 to 5, is the paper. Its last function, dppo_step, is the algorithm. You
+may stop there. The lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
+
+    N    candidate prompts of a step: its window     A    advantage of a completion
+    B    prompts rolled out of them                  pi   probability of being kept: 1 - P
+    G    completions of a prompt: its group          w    importance weight w_q w_qi: of the prompt
+    M    completions in a forward pass                    and of the completion, 1/pi or 0 each
+    T    tokens of the longest of them               C    share that is kept: kept/total
+    r_q  share of the low prompts that is pruned     rho  ratio of the new to the old probability
+    r_o  the same of completions                     Z    what normalises a completion's loss
+    NaN  no reward can be given, or no score yet     m    dapo's Z, a mean length of completions
 
 Our reading, where the paper is silent or contradicts itself:
-  - The number pruned of a low set is fixed, and which ones is random (keep_probabilities).
-  - Completions with A = 0 have no gradient and are left out before anything else (GRPOSkip).
-  - The low set of prompts is that of all prompts with a score. A prompt without a score is kept (DPPO).
-  - The window is as long as the rollout batch has room for. Only history decides that (pick_prompts).
-  - The loss is divided by all N G candidates, not by what is kept (policy_loss).
-  - dapo divides by tokens. Pruned prompts have none; the mean length of earlier steps stands in (dppo_step)."""
+  - The number pruned of a low set is fixed, which ones is random (keep_probabilities).
+  - Completions with A = 0 have no gradient. They are left out before anything else (GRPOSkip).
+  - The low set of prompts is that of all prompts with a score (DPPO).
+  - The window is as long as the rollout batch has room for (pick_prompts).
+  - The loss is divided by N G, all candidate completions, pruned or not (policy_loss).
+  - dapo divides by tokens. Pruned prompts have none, so m takes their place (running_length).
+"""
 
+import argparse
 import copy
 import hashlib
 import json
@@ -29,17 +42,17 @@ import os
 import pkgutil
 import random
 import re
-import shlex
 import shutil
 import sys
 import time
 import traceback
 import warnings
-from argparse import SUPPRESS
-from dataclasses import asdict, dataclass, replace
+from bisect import bisect_right, insort
+from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Callable, Literal
+from types import SimpleNamespace
+from typing import Callable
 
 import torch
 import transformers
@@ -47,123 +60,433 @@ from datasets import disable_progress_bars, load_dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg, HfArgumentParser
 
+# ==== The upper floor: the paper ==================================================================
+# ---- 1. Settings
+
+def setting(default, text: str, least: float = 0):
+    """A field of Settings, with its line of --help and the least value that a number may have."""
+    return field(default=default, metadata={"help": text, "least": least})
+
+@dataclass
+class Settings:
+    """The method's settings. Config, on the lower floor, adds those of model, data and run, checks
+    them all (rates: at most 0.99), and replaces None by a default that fits the task."""
+
+    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
+    objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
+    prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9")
+    completion_prune_rate: float = setting(0.7, "r_o")
+    prompts_per_step: int = setting(32, "prompts rolled out in a step, at most", least=1)
+    group_size: int = setting(8, "G, completions of each prompt", least=2)
+    inner_epochs: int = setting(1, "updates on each rollout", least=1)
+    beta: float = setting(0.0, "weight of the KL term")
+    learning_rate: float = setting(None, "after the warm-up; default 1e-6, embedded task 5e-5")
+    warmup_steps: int = setting(10, "steps in which the learning rate rises")
+    temperature: float = setting(None, "of the policy; default 1, embedded task 0.7", least=1e-3)
+    max_completion_tokens: int = setting(None, "default 1024, embedded task 22", least=1)
+
+# By objective, how far rho may go down and up from 1.
+CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
+
+# ---- 2. Pruning: which prompts and completions are kept, and what they weigh
+
+def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
+    """(B, G) rewards -> (B, G) float64 advantages A = (r - mean)/(std + 1e-4), or r - mean.
+
+    Mean and std (over G - 1) are those of the whole group. To centre A again after pruning would
+    bias the gradient. A is exactly 0 in a group of equal rewards, and in one that has a NaN."""
+    rewards = rewards.double()
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)  # (B, G)
+    if scale_by_std:
+        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # (B, 1)
+    missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
+    return advantages.masked_fill(equal | missing, 0.0)
+
+def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
+    """The paper's rule: (n,) scores -> (n,) float64 keep probabilities pi = 1 - P.
+
+    The low set is what scores below the mean. A draw over all n prunes floor(rate |low|) of it,
+    each with the same probability. Everything else has pi = 1, also what has no score (NaN).
+
+    The paper's Algorithm 1 is reported to remove the lowest for certain. That is pi = 0 where the
+    gradient is not 0, though its proof assumes P < 1. Our reading: the number is fixed, and which
+    ones is random."""
+    scores = scores.double()
+    low = scores < scores.nanmean() * (1 - 1e-6)  # (n,) by more than rounding; NaN < x is False
+    count = int(low.sum())
+    pruned = math.floor(rate * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    pi = torch.ones_like(scores)  # (n,)
+    if count > 0:
+        pi[low] = (count - pruned) / count
+    return pi
+
+def draw(pi: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """(n,) keep probabilities -> (n,) float64 weights: 1/pi where kept, 0 where pruned. Where
+    pi > 0, their expectation is pi/pi + (1 - pi) 0 = 1.
+
+    Systematic sampling: lay the items end to end in random order, each pi long. Lay a comb over
+    them, with teeth at u, u + 1, u + 2, ... for one u uniform in [0, 1). What holds a tooth is
+    kept: an item of length pi with probability pi, and in all sum(pi) items, rounded down or up.
+    With lengths 0.5, 1, 0.25, 0.25 and u = 0.6, the teeth at 0.6 and 1.6 keep the second and the
+    third."""
+    order = torch.randperm(len(pi), generator=generator)  # (n,)
+    ends = pi[order].cumsum(0)  # (n,)
+    u = torch.rand(1, generator=generator, dtype=torch.float64)
+    teeth_before = (ends - u).ceil()  # (n,) how many of u, u + 1, ... lie before each end
+    has_tooth = teeth_before.diff(prepend=torch.zeros(1)) > 0  # (n,)
+    kept = order[has_tooth]
+    weights = torch.zeros_like(pi)  # (n,)
+    weights[kept] = 1 / pi[kept]
+    return weights
+
+class Rule:
+    """What is kept, with which probability. This one is textbook GRPO: everything, always.
+
+    Write your own as a subclass. The gradient stays unbiased if pi is known before the draw, of
+    prompts from memory, of completions from memory and the rollout. For prompts pi > 0; for a
+    completion pi may be 0 if it has no gradient."""
+
+    unbiased = True  # False: what is kept weighs the same, and the loss is its mean
+    remembers = {}  # name: value before the first visit; one number for each prompt
+
+    def __init__(self, config: Settings, prompt_count: int):
+        self.config = config
+        self.prompt_count = prompt_count
+        self.memory = {}  # saved in checkpoints
+        for name, value in self.remembers.items():
+            self.memory[name] = torch.full((prompt_count,), value, dtype=torch.float64)
+
+    def prompt_probabilities(self) -> torch.Tensor:
+        """(all prompts,) float64 pi of each prompt, from memory alone."""
+        return torch.ones(self.prompt_count, dtype=torch.float64)
+
+    def completion_probabilities(self, advantages, prompt_weights) -> torch.Tensor:
+        """(B, G) advantages, (B,) weights of their prompts -> (B, G) float64 pi."""
+        return torch.ones_like(advantages)
+
+    def update(self, prompts: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor):
+        """Remembers a rollout: (B,) indices of prompts, (B, G) rewards, (B, G) advantages."""
+
+class GRPOSkip(Rule):
+    """GRPO without the completions that have no gradient. This costs neither bias nor variance."""
+
+    def has_gradient(self, advantages: torch.Tensor) -> torch.Tensor:
+        """(B, G) bool: A is not 0, or there is a KL term."""
+        return (advantages != 0) | (self.config.beta > 0)
+
+    def completion_probabilities(self, advantages, prompt_weights):
+        return self.has_gradient(advantages).double()
+
+class DPPO(GRPOSkip):
+    """The paper's rule. The score of a completion is |A|, and low if below the mean of this step.
+    The score of a prompt is the mean |A| of its group at its last visit, and low if below the mean
+    of all prompts that have one; so a window in which no prompt teaches is pruned too."""
+
+    remembers = {"score": math.nan}
+
+    def prompt_probabilities(self):
+        return keep_probabilities(self.memory["score"], self.config.prompt_prune_rate)
+
+    def completion_probabilities(self, advantages, prompt_weights):
+        trainable = self.has_gradient(advantages)  # (B, G)
+        scores = advantages[trainable].abs()  # (trainable completions,)
+        pi = torch.zeros_like(advantages)  # (B, G)
+        pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
+        return pi
+
+    def update(self, prompts, rewards, advantages):
+        scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing: it taught nothing
+        for prompt, score in zip(prompts.tolist(), scores):  # if twice in a window, the later
+            self.memory["score"][prompt] = score
+
+def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
+    """(prompt_count,) the prompts that come after the first `seen` ones. Each epoch has an order
+    of its own, which follows from seed and epoch, so that a resumed run goes on with it."""
+    epoch, start = divmod(seen, prompt_count)
+    orders = []
+    for e in (epoch, epoch + 1):
+        # Epochs count down from 1_000_003 seed - 1, steps (in dppo_step) up from 1_000_003 seed.
+        generator = torch.Generator().manual_seed(1_000_003 * seed - 1 - e)
+        orders.append(torch.randperm(prompt_count, generator=generator))
+    return torch.cat(orders)[start : start + prompt_count]
+
+def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torch.Generator):
+    """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
+
+    The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. The draw
+    keeps sum(pi) of it, rounded: `limit` prompts or one less. As pi <= 1, the window has at least
+    `limit` prompts. (Both are less if `upcoming` ends first.) N depends on history and order, never
+    on the draw: to go on until enough survive would be biased.
+
+    The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
+    a small window counts more, by 2 to 3% at a limit of 32, by more at a smaller one."""
+    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) its result, if 0 < pi <= 1
+    N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
+    pi = pi[:N]  # (N,)
+    if pi.sum() < 1:  # less than one is expected: make it one, still before the draw
+        pi = pi / pi.sum()
+    weights = draw(pi, generator)  # (N,)
+    window = upcoming[:N]
+    return window, window[weights > 0], weights[weights > 0]
+
+def weigh_completions(
+    rule: Rule, rewards, advantages, prompt_weights, N: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Completion-level pruning: (B, G) rewards, (B, G) advantages, (B,) weights of the prompts
+    -> (B, G) weights w = w_q w_qi, prompt times completion, 0 where pruned.
+
+    Where there is a gradient, E[w_q w_qi] = E[w_q E[w_qi | rollout]] = E[w_q] = 1. So pi of a
+    completion may depend on which prompts survived, and on everything else in the rollout."""
+    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G)
+    missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
+    pi = pi.masked_fill(missing, 0.0)  # a group with a NaN has no loss, neither here nor in L
+    w_q = prompt_weights[:, None]  # (B, 1)
+    w_qi = draw(pi.flatten(), generator).view_as(pi)  # (B, G)
+    if rule.unbiased:
+        return w_q * w_qi
+    # A biased rule trains on the mean over what is kept: w/(N G) is 1 over their number.
+    kept = (w_qi > 0).double()
+    return kept * N * kept.shape[1] / kept.sum().clamp(min=1)
+
+# ---- 3. Packing: the paper's Dense Prompt Packing
+
+def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[int]]:
+    """Window-based greedy packing: lengths > 0 in tokens -> slots, lists of indices whose lengths
+    sum to at most `capacity`. Every index ends up in exactly one slot.
+
+    Of the next `lookahead` sequences, the longest that fits goes into the open slot. When none
+    fits, the next slot is opened. Raises ValueError if a sequence exceeds a slot."""
+    if max(lengths, default=0) > capacity:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
+    waiting = []  # sorted by length; of equal lengths, the first in order comes last
+    slots, room = [], 0
+    for i, length in enumerate(lengths[:lookahead]):
+        insort(waiting, (length, -i))
+    following = lookahead
+    while waiting:
+        fitting = bisect_right(waiting, (room, 0))  # how many of them fit
+        if fitting == 0:
+            slots.append([])
+            room = capacity
+            fitting = len(waiting)
+        length, minus_i = waiting.pop(fitting - 1)
+        slots[-1].append(-minus_i)
+        room -= length
+        if following < len(lengths):
+            insort(waiting, (lengths[following], -following))
+            following += 1
+    return slots
+
+def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tuple[list, float]:
+    """Packs the (prompt ids, completion ids) at `indices` -> micro-batches (lists of slots, which
+    are lists of indices), and the density: the share of the slots that is filled.
+
+    Attention in a slot costs its length squared, so a slot is only as long as the longest
+    sequence, and a micro-batch has several."""
+    lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
+    capacity = max(lengths, default=1)
+    slots = []
+    for slot in pack(lengths, capacity):
+        slots.append([indices[j] for j in slot])
+    rows = max(1, config.micro_batch_tokens // capacity)
+    micro_batches = [slots[i : i + rows] for i in range(0, len(slots), rows)]
+    return micro_batches, sum(lengths) / max(1, capacity * len(slots))
+
+# ---- 4. Loss and update
+
+def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
+    """A forward pass over packed slots -> (M, T) log-probabilities and (M, T) entropies (without
+    gradient) of the completion tokens, 0 after the end; a row for each sequence, in slot order.
+
+    Position ids start again at 0 with each sequence. From that, transformers makes the mask
+    block-diagonal: attention never crosses a boundary."""
+    input_ids, position_ids, predicts, lengths = [], [], [], []
+    for slot in slots:
+        tokens, positions, predicting = [], [], []
+        for i in slot:
+            prompt, completion = sequences[i]
+            tokens += prompt + completion
+            positions += range(len(prompt) + len(completion))
+            # The last token of the prompt predicts the first of the completion, and so on.
+            predicting += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
+            lengths.append(len(completion))
+        input_ids.append(torch.tensor(tokens))
+        position_ids.append(torch.tensor(positions))
+        predicts.append(torch.tensor(predicting))
+    input_ids = pad_sequence(input_ids, batch_first=True)  # (slots, tokens of a slot)
+    position_ids = pad_sequence(position_ids, batch_first=True)  # padding is alone at position 0
+    predicts = pad_sequence(predicts, batch_first=True)
+    places = predicts.flatten().nonzero().squeeze(1)  # (completion tokens,) where each is predicted
+    targets = input_ids.flatten()[places + 1]  # (completion tokens,)
+    logprobs, entropies = token_logprobs(
+        model, input_ids, position_ids, places, targets, temperature)  # (completion tokens,)
+    return (pad_sequence(logprobs.split(lengths), batch_first=True),
+            pad_sequence(entropies.split(lengths), batch_first=True))
+
+@torch.no_grad()
+def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config) -> dict:
+    """{index: (length,) log-probabilities} of the completions at `indices`, under the policy as
+    it is now: the old policy, or the reference."""
+    result = {}
+    for slots in pack_micro_batches(sequences, indices, config)[0]:
+        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
+        for i, row in zip(sum(slots, []), logprobs):
+            result[i] = row[: len(sequences[i][1])]
+    return result
+
+def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, N, m, config):
+    """The importance-weighted clipped surrogate of M completions -> scalar, their share of the
+    loss; and for the metrics (M, T) whether a token is clipped, (M, T) its KL.
+
+        L_hat = 1/(N G) sum_i w_i l_i
+        l_i = 1/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - down, 1 + up) A_i) + beta KL_t]
+
+    With w = 1 this is the full loss L. The draws know l only through pi, so E[w l] = E[l], also
+    with clipping and KL, which the paper's proof leaves out. The paper averages over what is kept,
+    and rescales by C/(1 - P), C = kept/total. It is the same estimator (Horvitz-Thompson):
+        (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G).
+
+    logprobs, old_logprobs, ref_logprobs (None without beta): (M, T); lengths, advantages, weights:
+    (M,); N, m: numbers, m for dapo only."""
+    mask = torch.arange(logprobs.shape[1], device=logprobs.device) < lengths[:, None]  # (M, T)
+    log_ratio = logprobs - old_logprobs  # (M, T)
+    if config.objective == "gspo":
+        # One ratio a sequence, exp of the mean log-ratio. It stands |o| times; 1/Z makes it one.
+        mean_log_ratio = (log_ratio * mask).sum(dim=1) / lengths  # (M,)
+        log_ratio = mean_log_ratio[:, None].expand_as(log_ratio)
+    rho = log_ratio.exp()
+    A = advantages[:, None]  # (M, 1)
+    down, up = CLIPPING[config.objective]
+    surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)  # (M, T)
+    clipped = (surrogate < rho * A) & mask  # (M, T)
+
+    kl = torch.zeros_like(logprobs)  # (M, T)
+    if config.beta > 0:
+        log_ref_ratio = ref_logprobs - logprobs
+        kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # x - 1 - log x, x = p_ref/p: known as k3
+
+    Z = lengths  # grpo, gspo: |o|, never 0
+    if config.objective == "dr_grpo":
+        Z = config.max_completion_tokens
+    if config.objective == "dapo":
+        Z = m
+    loss_of_completion = ((config.beta * kl - surrogate) * mask).sum(dim=1) / Z  # (M,)
+    return (weights * loss_of_completion).sum() / (N * config.group_size), clipped, kl.detach()
+
+def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor,
+               weights: torch.Tensor, N: int, m: float, config, old=None, ref=None) -> dict:
+    """One update on what was kept -> metrics: packs it, sums the gradient over micro-batches, and
+    applies it. The gradient is unbiased. The update is not: Adam and the clipping of the gradient's
+    norm are not linear.
+
+    sequences: the (prompt ids, completion ids) of all completions; advantages, weights: one number
+    for each; old, ref: from frozen_logprobs. Without `old`, the policy that sampled is the one
+    that is trained: rho is 1, but its gradient is not 0."""
+    kept = weights.nonzero().squeeze(1).tolist()
+    micro_batches, density = pack_micro_batches(sequences, kept, config)
+    metric_sums = torch.zeros(3, device=model.device)
+    for slots in micro_batches:
+        batch = sum(slots, [])  # M indices
+        lengths = torch.tensor([len(sequences[i][1]) for i in batch])  # (M,)
+        of_completions = torch.stack([lengths, advantages[batch], weights[batch]])  # (3, M)
+        lengths, A, w = of_completions.float().to(model.device, non_blocking=True)
+        logprobs, entropies = completion_logprobs(model, sequences, slots, config.temperature)
+        old_logprobs, ref_logprobs = logprobs.detach(), None  # (M, T)
+        if old is not None:
+            old_logprobs = pad_sequence([old[i] for i in batch], batch_first=True)
+        if ref is not None:
+            ref_logprobs = pad_sequence([ref[i] for i in batch], batch_first=True)
+        loss, clipped, kl = policy_loss(
+            logprobs, old_logprobs, ref_logprobs, lengths, A, w, N, m, config)
+        loss.backward()
+        collect_gradients(model, optimizer)  # in float32
+        metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
+    tokens = sum(len(sequences[i][1]) for i in kept)
+    means = metric_sums / max(1, tokens)  # for the record only: the loss divides by N G
+    metrics = apply_update(model, optimizer, means, config)  # clips, steps; names the means
+    return metrics | dict(
+        completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
+
+# ---- 5. The step: the paper's algorithm
+
+def running_length(progress, completions: list, prompt_weights: torch.Tensor) -> float:
+    """m, a running mean of the completions' length over the steps before this one, known before any
+    draw of this one. The first step takes its own, known before its draw of completions."""
+    lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
+    own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
+    m = progress.mean_length or own
+    progress.mean_length = 0.9 * m + 0.1 * own
+    return m
+
+def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
+    """One step of the paper's algorithm -> what happened, for the record.
+
+    task has the model, the training examples (`train`) and the reward; progress counts steps and
+    candidate prompts seen, and has the mean length. What is random follows from (seed, step)."""
+    clock, model, generator = time.perf_counter(), task.model, torch.default_generator
+    progress.step += 1
+    transformers.set_seed((1_000_003 * config.seed + progress.step) % 2**32)
+
+    # 1. Prune prompts by what is remembered of them.
+    upcoming = next_prompts(progress.seen, len(task.train), config.seed)
+    window, prompts, prompt_weights = pick_prompts(
+        rule, upcoming, config.prompts_per_step, generator)
+    N = len(window)
+    progress.seen += N
+
+    # 2. Roll out those that are kept. Reward the completions; advantages are of whole groups.
+    examples = [task.train[q] for q in prompts.tolist()]
+    completions = rollout(task, examples, config.group_size, config)  # B lists of G lists of ids
+    rewards = reward_completions(task, examples, completions)  # (B, G)
+    advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
+    rule.update(prompts, rewards, advantages)
+    m = running_length(progress, completions, prompt_weights)
+    rollout_seconds = time.perf_counter() - clock
+
+    # 3. Prune completions. Every update has a draw of its own, since after the first update theta
+    #    depends on the first draw. (Prompts cannot be drawn anew: from the second update on, the
+    #    gradient is unbiased given the prompts that were kept.)
+    draws = []
+    for _ in range(config.inner_epochs):
+        weights = weigh_completions(rule, rewards, advantages, prompt_weights, N, generator)
+        draws.append(weights.flatten())  # (B G,)
+
+    # 4. Log-probabilities under the old policy and the reference, for all that any update trains.
+    sequences = []
+    for example, completions_of_prompt in zip(examples, completions):
+        for completion in completions_of_prompt:
+            sequences.append((example["prompt_ids"], completion))
+    trained = sum(draws).nonzero().squeeze(1).tolist()
+    old, ref = None, None
+    if config.inner_epochs > 1:
+        old = frozen_logprobs(model, sequences, trained, config)
+    if config.beta > 0:
+        ref = frozen_logprobs(reference, sequences, trained, config)
+
+    # 5. Pack what is kept, and update.
+    warm_up = min(1.0, progress.step / max(1, config.warmup_steps))
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = warm_up * config.learning_rate
+    updates = []
+    for weights in draws:
+        updates.append(train_step(model, optimizer, sequences, advantages.flatten(), weights,
+                                  N, m, config, old, ref))
+    return dict(
+        N=N, examples=examples, completions=completions, rewards=rewards, advantages=advantages,
+        prompt_weights=prompt_weights, weights=draws[-1].view_as(rewards), updates=updates,
+        rollout_seconds=rollout_seconds, seconds=time.perf_counter() - clock)
+
+# ==== The lower floor: what the paper stands on ===================================================
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DEVICE_NAME = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # but see make_optimizer
 LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
 
-# ---- 1. Config
-
-EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
-HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
-CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))  # of the ratio: down, up
-AT_LEAST = dict(group_size=2, temperature=1e-3, max_grad_norm=1e-6) | dict.fromkeys(  # of other numbers, 0
-    ("prompts_per_step", "inner_epochs", "max_prompt_tokens", "max_completion_tokens", "eval_samples",
-     "rollout_batch_size", "micro_batch_tokens"), 1)
-NOT_LEARNED = {"steps", "eval_every", "save_every", "resume", "output_dir", "rollout_batch_size",
-               "micro_batch_tokens", "gradient_checkpointing"}  # may differ with --resume
-
-
-@dataclass
-class Config:
-    """Every setting, which is the command line. Raises ValueError for what would be silently wrong."""
-
-    method: str = HfArg(default="dppo", help="grpo, grpo-skip, dppo, dppo-optimal, or a Rule as package.module:Class")
-    objective: Literal[tuple(CLIPPING)] = HfArg(default="grpo", help="advantages, normalisation, clipping")
-    prompt_prune_rate: float = HfArg(default=None, help="r_q, pruned of the low prompts; 0.7, dppo-optimal: 0.9")
-    completion_prune_rate: float = HfArg(default=0.7, help="r_o, pruned of the low completions")
-
-    model: str = HfArg(default="", help="causal LM, Hub or folder; empty: the embedded one")
-    dataset: str = HfArg(default="", help="path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
-    prompt_column: str = HfArg(default="prompt,question,problem", help="the first found")
-    answer_column: str = HfArg(default="answer,solution,reward_model.ground_truth", help="the first found")
-    system_prompt: str = HfArg(default="", help="put before every prompt, in place of its own system message")
-    chat_template_kwargs: str = HfArg(default="{}", help='JSON, such as {"enable_thinking": false}')
-    reward: str = HfArg(default=None, help="exact, gsm8k, boxed, package.module:function; embedded: exact, else gsm8k")
-    max_prompt_tokens: int = HfArg(default=512, help="longer ones are left out, and counted")
-
-    eval_dataset: str = HfArg(default="", help="as --dataset, several by commas; empty: held out")
-    eval_prompts: int = HfArg(default=256, help="of each evaluation set, at most")
-    eval_samples: int = HfArg(default=4, help="k of avg@k and pass@k")
-    eval_every: int = HfArg(default=0, help="steps between evaluations; 0: only before and after")
-
-    steps: int = HfArg(default=None, help="0 only evaluates; embedded: 110, else 300")
-    prompts_per_step: int = HfArg(default=32, help="B, prompts rolled out in a step, at most")
-    group_size: int = HfArg(default=8, help="G, completions of each prompt")
-    inner_epochs: int = HfArg(default=1, help="updates on each rollout")
-    learning_rate: float = HfArg(default=None, help="after the warm-up; embedded: 5e-5, else 1e-6")
-    warmup_steps: int = HfArg(default=10, help="steps of linear rise")
-    max_grad_norm: float = HfArg(default=1.0, help="of the gradient, clipped")
-    beta: float = HfArg(default=0.0, help="weight of the KL term")
-
-    temperature: float = HfArg(default=None, help="also in training; embedded: 0.7, else 1")
-    max_completion_tokens: int = HfArg(default=None, help="cut here; embedded: 22, else 1024")
-    rollout_batch_size: int = HfArg(default=256, help="sequences in a call of generate")
-    micro_batch_tokens: int = HfArg(default=4096, help="tokens in a forward pass, or one long sequence")
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory, a third more work")
-
-    seed: int = HfArg(default=0, help="of the prompts' order, the rollouts and the draws")
-    output_dir: str = HfArg(default="", help="the run's own folder; empty: a new one under runs/")
-    save_every: int = HfArg(default=50, help="steps between checkpoints; 0: only after the last")
-    resume: bool = HfArg(default=False, help="go on from the checkpoint in --output_dir, if any")
-
-    def __post_init__(self):
-        self.rule = find("method", self.method, RULES)
-        defaults = (HUB if self.model else EMBEDDED) | dict(prompt_prune_rate=self.rule.prompt_prune_rate)
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        for name, value in vars(self).items():
-            least, most = AT_LEAST.get(name, 0), 0.99 if name.endswith("prune_rate") else sys.float_info.max
-            if isinstance(value, (int, float)) and not least <= value <= most:  # NaN fails too
-                raise ValueError(f"--{name} {value} must lie in [{least}, {most:.2g}]")
-        if self.model and not self.dataset:
-            raise ValueError("--model needs --dataset")
-        for name in ("dataset", "eval_dataset", "system_prompt", "chat_template_kwargs"):
-            if not self.model and getattr(self, name) not in ("", "{}"):
-                raise ValueError(f"--{name} needs --model")
-        if self.resume and not self.output_dir:
-            raise ValueError("--resume needs --output_dir")
-        self.output_dir = self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        if self.model and Path(self.model).resolve() == Path(self.output_dir, "model").resolve():
-            raise ValueError(f"--model {self.model} would be overwritten by the run; give another --output_dir")
-
-
-def find(option: str, name: str, known: dict):
-    """A rule or reward by its name, or a user's own as package.module:name. Raises ValueError for any other word."""
-    if name not in known and ":" not in name:
-        raise ValueError(f"--{option} {name}: neither one of {', '.join(known)} nor package.module:name")
-    return known.get(name) or pkgutil.resolve_name(name)
-
-
-# ---- 2. Pruning: which prompts and completions are kept, and what they weigh
-def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
-    """(B, G) rewards -> (B, G) float64 advantages in each group: (r - mean)/(std + 1e-4), std over G - 1, or r - mean.
-    Of the whole group: to centre them again after pruning would bias the gradient. Exactly 0 in a group of equal
-    rewards, and in one with a NaN, which is not gradable."""
-    rewards = rewards.double()
-    scale = rewards.std(dim=1, keepdim=True) + 1e-4 if scale_by_std else 1
-    no_signal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True) | rewards.isnan().any(dim=1, keepdim=True)
-    return ((rewards - rewards.mean(dim=1, keepdim=True)) / scale).masked_fill(no_signal, 0.0)
-
-
-def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
-    """The paper's rule: scores of any shape -> float64 keep probabilities pi = 1 - P of that shape. Of the low set, the
-    scores below the mean, floor(rate |low|) are pruned, each with the same probability. All else has pi = 1, also what
-    has no score (NaN). Our reading: the paper's Algorithm 1 is reported to remove the lowest for certain. Then pi = 0
-    where the gradient is not 0, but the paper's proof assumes P < 1."""
-    scores = scores.double()
-    low = scores < scores.nanmean() * (1 - 1e-6)  # by more than rounding: equal scores can lie below their own mean
-    count = int(low.sum())
-    pruned = min(math.floor(rate * count + 1e-9), max(count - 1, 0))  # 0.29 * 100 is 28.999999999999996; never all
-    return torch.ones_like(scores).masked_fill(low, (count - pruned) / max(count, 1))
-
-
+# ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
-    """As many as keep_probabilities keeps, with the least variance: pi = min(1, c score), at least `floor`. Our
-    addition: pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least where pi is
+    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score; as many as keep_probabilities.
+    Pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least where pi is
     proportional to the norm |g| (Neyman allocation), which is nearly proportional to |A|."""
     keep = keep_probabilities(scores, rate).sum().round()
     scores = scores.double().nan_to_num(nan=math.inf)
@@ -173,193 +496,72 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
         low, high = (c, high) if (c * scores).clamp(floor, 1).sum() < keep else (low, c)
     return (high * scores).clamp(floor, 1)
 
-
-def draw(pi: torch.Tensor, generator: torch.Generator, order: torch.Tensor | None = None) -> torch.Tensor:
-    """(n,) keep probabilities -> (n,) float64 weights: 1/pi where kept, 0 where pruned. E[weight] = 1 where pi > 0.
-
-    Picture the items end to end along `order`, (n,) indices, by default a random permutation. Each is pi long. A comb
-    has teeth at u, u + 1, u + 2, ... for one uniform number u. The items that hold a tooth are kept (systematic
-    sampling): each with its own pi, and sum(pi) of them, rounded down or up."""
-    order = torch.randperm(len(pi), generator=generator) if order is None else order
-    ends = pi[order].cumsum(0).round(decimals=12)  # an integer but for rounding is an integer
-    teeth = (ends - torch.rand(1, generator=generator, dtype=pi.dtype)).ceil()  # how many lie before each end
-    kept = order[teeth.diff(prepend=teeth.new_zeros(1)) > 0]
-    weights = torch.zeros_like(pi)
-    weights[kept] = 1 / pi[kept]
-    return weights
-
-
-class Rule:
-    """What is kept, with which probability. This is textbook GRPO: all, also completions with A = 0. If unbiased, what
-    is kept weighs 1/pi, divided by all candidates; else it weighs 1, divided by the number kept."""
-
-    unbiased = True
-    prompt_prune_rate = 0.7  # the default of config.prompt_prune_rate
-    remembers = {}  # one number a prompt, by name, and what it is before the first visit
-
-    def __init__(self, config: Config, prompts: int):
-        self.config, self.all_kept = config, torch.ones(prompts, dtype=torch.float64)
-        self.memory = {name: value * self.all_kept for name, value in self.remembers.items()}  # is in checkpoints
-
-    def prompts(self) -> torch.Tensor:
-        """(all prompts,) float64 keep probabilities, from memory alone: known before the draw."""
-        return self.all_kept
-
-    def completions(self, advantages: torch.Tensor, prompt_weights: torch.Tensor) -> torch.Tensor:
-        """(B, G) advantages and (B,) weights of their prompts -> (B, G) float64 keep probabilities."""
-        return torch.ones_like(advantages)
-
-    def update(self, prompts: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor) -> None:
-        """Remembers a step: (B,) indices of the prompts rolled out, (B, G) rewards and advantages."""
-
-
-class GRPOSkip(Rule):
-    """GRPO without completions that have no gradient, A = 0. This costs neither bias nor variance."""
-
-    def completions(self, advantages, prompt_weights):
-        return ((advantages != 0) | (self.config.beta > 0)).double()  # a KL term has a gradient everywhere
-
-
-class DPPO(GRPOSkip):
-    """The paper's rule. The score of a completion is |A|, of a prompt the mean |A| of its group when last visited."""
-
-    remembers = {"score": math.nan}
-
-    def prompts(self):
-        return keep_probabilities(self.memory["score"], self.config.prompt_prune_rate)
-
-    def completions(self, advantages, prompt_weights):
-        candidates = super().completions(advantages, prompt_weights)
-        scores = advantages.abs().masked_fill(candidates == 0, math.nan)
-        return candidates * keep_probabilities(scores, self.config.completion_prune_rate)
-
-    def update(self, prompts, rewards, advantages):
-        for q, group in zip(prompts.tolist(), advantages):  # the later of two visits in a window that spans two epochs
-            self.memory["score"][q] = group.abs().mean()  # 0 also where a group is not gradable
-
-
 class OptimalDPPO(GRPOSkip):
-    """Our addition, of least variance. The score of a completion is |A| times the weight of its prompt, as its gradient
-    enters; of a prompt, the root mean square |A| to expect of its next group."""
-
-    prompt_prune_rate = 0.9
+    """A completion's score is |A| times the weight of its prompt, as its gradient enters. A prompt's score is the root
+    mean square of A that its next group should have."""
     remembers = {"visits": 0.0, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed over visits with decay
     floor = 0.07  # of pi, where what looks useless may have a gradient: there, weights are at most 15
     prior = 0.05  # of a prompt's success rate, a Beta prior: most are solved nearly always or nearly never
     decay = 0.8  # what a visit still counts one visit later, since the policy changes
 
-    def prompts(self):
-        """At success rate p the mean A^2 is p (1 - p), or, scaled by the std, about 1 unless all G are right or all are
-        wrong: 1 - p^G - (1 - p)^G. The means over p's posterior Beta(a, b) are exact."""
+    def prompt_probabilities(self):
+        """At success rate p the mean of A^2 is p (1 - p). Scaled by the std it is 1, or 0 if all G are right or wrong:
+        1 - p^G - (1 - p)^G. For p from Beta(a, b), E[p^G] is the product over i < G of (a + i)/(a + b + i)."""
         a, b = self.prior + self.memory["right"], self.prior + self.memory["wrong"]
-        i = torch.arange(self.config.group_size)
-        square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
         if self.config.objective == "dr_grpo":
             square = a * b / ((a + b) * (a + b + 1))
+        else:
+            i = torch.arange(self.config.group_size)
+            square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
         scores = square.sqrt().masked_fill(self.memory["visits"] == 0, math.nan)
         return optimal_probabilities(scores, self.config.prompt_prune_rate, self.floor)
 
-    def completions(self, advantages, prompt_weights):
-        candidates = super().completions(advantages, prompt_weights)
-        scores = (advantages.abs() * prompt_weights[:, None]).masked_fill(candidates == 0, math.nan)
-        floor = self.floor if self.config.beta > 0 else 0.0
-        return candidates * optimal_probabilities(scores, self.config.completion_prune_rate, floor)
+    def completion_probabilities(self, advantages, prompt_weights):
+        trainable, pi = self.has_gradient(advantages), torch.zeros_like(advantages)
+        scores = (advantages.abs() * prompt_weights[:, None])[trainable]
+        floor = self.floor * (self.config.beta > 0)  # with KL, A = 0 has a gradient too
+        pi[trainable] = optimal_probabilities(scores, self.config.completion_prune_rate, floor)
+        return pi
 
     def update(self, prompts, rewards, advantages):
         if ((rewards < 0) | (rewards > 1)).any():
-            warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # once
-        for q, group in zip(prompts.tolist(), rewards):  # a window across two epochs may hold a prompt twice
-            self.memory["visits"][q] += 1
-            if not group.isnan().any():  # else it is not gradable
+            warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # shown once
+        for prompt, group in zip(prompts.tolist(), rewards):
+            self.memory["visits"][prompt] += 1
+            if not group.isnan().any():  # else it says nothing about successes
                 right = group.clamp(0, 1).sum()
-                for name, visit in (("right", right), ("wrong", len(group) - right)):
-                    self.memory[name][q] = self.decay * self.memory[name][q] + visit
-
+                self.memory["right"][prompt] = self.decay * self.memory["right"][prompt] + right
+                self.memory["wrong"][prompt] = self.decay * self.memory["wrong"][prompt] + (len(group) - right)
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": OptimalDPPO}
 
-
-def check_probabilities(rule: Rule, method: str, pi: torch.Tensor, may_be_zero: torch.Tensor) -> torch.Tensor:
-    """What a rule's method gave, in float64. Raises ValueError where it would bias the gradient in silence."""
-    may_be_zero = may_be_zero | (not rule.unbiased)
+def checked(method, *inputs):
+    """The probabilities of a rule's method, in float64. Raises ValueError for those that would bias in silence."""
+    rule, pi = method.__self__, method(*inputs).double()
+    may_be_zero = (inputs[0] == 0) & (rule.config.beta == 0) if inputs else torch.zeros(rule.prompt_count) > 0
+    may_be_zero |= not rule.unbiased and bool(inputs or pi.any())
     if pi.shape != may_be_zero.shape or not torch.where(pi == 0, may_be_zero, (pi > 0) & (pi <= 1 + 1e-9)).all():
-        raise ValueError(f"{type(rule).__name__}.{method}() must return {tuple(may_be_zero.shape)} probabilities, "
-                         "0 < pi <= 1 (0 only where a completion has no gradient, or with unbiased = False)")
-    return pi.double()
+        raise ValueError(f"{method.__qualname__} must give {tuple(may_be_zero.shape)} probabilities, 0 < pi <= 1, "
+                         "or 0 where a completion has no gradient or the rule has unbiased = False")
+    return pi
 
+def named(option, name, known):
+    """A rule or reward by its name, or a user's own as package.module:name."""
+    if name not in known and ":" not in name:
+        raise ValueError(f"--{option} {name}: neither one of {', '.join(known)} nor package.module:name")
+    return known.get(name) or pkgutil.resolve_name(name)
 
-def pick_prompts(rule: Rule, order: torch.Tensor, batch_size: int, generator: torch.Generator) -> tuple:
-    """Prompt-level pruning: (k,) indices of the next prompts -> window (N,), those kept (B,), their weights (B,).
-    The window is the longest stretch whose pi sum to at most batch_size, so that the draw keeps about that many. N may
-    depend on history and order, never on the draw: to look on until enough survive would be biased."""
-    pi = check_probabilities(rule, "prompts", rule.prompts(), rule.all_kept == 0)[order]
-    size = int((pi.cumsum(0) <= batch_size + 1e-9).sum())
-    if not pi[:size].any():
-        raise ValueError(f"{type(rule).__name__}.prompts() keeps none of the next {size} prompts")
-    pi = pi[:size] / pi[:size].sum().clamp(max=1)  # where that is less than 1, one is kept all the same
-    weights = draw(pi, generator)
-    kept = weights.nonzero().squeeze(1)
-    return order[:size], order[kept], weights[kept] if rule.unbiased else weights[kept].sign()
-
-
-def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, generator: torch.Generator) -> torch.Tensor:
-    """Completion-level pruning: (B, G) rewards and advantages, (B,) prompt weights -> (B, G) weights of both levels."""
-    no_gradient = (advantages == 0) & (rule.config.beta == 0)
-    pi = check_probabilities(rule, "completions", rule.completions(advantages, prompt_weights), no_gradient)
-    pi = pi * ~rewards.isnan().any(dim=1, keepdim=True)  # NaN: not gradable
-    weights = draw(pi.flatten(), generator).view_as(pi)
-    return prompt_weights[:, None] * weights if rule.unbiased else weights.sign()
-
-
-# ---- 3. Packing: the paper's Dense Prompt Packing
-def pack(lengths: list[int], capacity: int, window: int = 64) -> list[list[int]]:
-    """Window-based greedy packing: lengths in tokens -> slots, lists of indices whose lengths sum to <= capacity.
-    Of the next `window` sequences, the longest that fits goes into the open slot. When none fits, the next is opened.
-    Every index ends up in exactly one slot. Raises ValueError if a sequence exceeds a slot."""
-    if max(lengths, default=0) > capacity:
-        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
-    waiting, slots, room = list(range(len(lengths))), [], 0
-    while waiting:
-        fitting = [i for i in waiting[:window] if lengths[i] <= room]
-        if not fitting:
-            slots.append([])
-            room, fitting = capacity, waiting[:window]
-        longest = max(fitting, key=lambda i: lengths[i])
-        waiting.remove(longest)
-        slots[-1].append(longest)
-        room -= lengths[longest]
-    return slots
-
-
-def pack_micro_batches(sequences: list[tuple], indices: list[int], config: Config) -> tuple[list, float]:
-    """Packs the (prompt ids, completion ids) at `indices` -> micro-batches, lists of slots; density, 1 - padding share.
-    A slot has a dense attention mask, so it is only as long as the longest sequence."""
-    lengths = {i: len(sequences[i][0]) + len(sequences[i][1]) for i in indices}
-    capacity = max(lengths.values(), default=1)
-    slots = [[indices[j] for j in slot] for slot in pack([*lengths.values()], capacity)]
-    rows = max(1, config.micro_batch_tokens // capacity)
-    batches = [slots[i:i + rows] for i in range(0, len(slots), rows)]
-    computed = sum(len(batch) * max(sum(lengths[i] for i in slot) for slot in batch) for batch in batches)
-    return batches, sum(lengths.values()) / max(1, computed)
-
-
-# ---- 4. Update
-def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float) -> tuple:
-    """A forward pass over packed slots -> (T,) log-probabilities and (T,) entropies of the completion tokens, in order.
-
-    Position ids restart with each sequence, so transformers makes the mask block-diagonal: attention never crosses a
-    boundary. (All padding has position 0, so each token of it is alone.) Only completion tokens get logits, chunk by
-    chunk, again in the backward pass."""
-    slots = [torch.tensor([(token, t, len(prompt) <= t + 1 < len(prompt) + len(completion))
-                           for prompt, completion in (sequences[i] for i in slot)
-                           for t, token in enumerate(prompt + completion)]) for slot in slots]
-    input_ids, position_ids, predicts = pad_sequence(slots, batch_first=True).unbind(dim=2)
-    predicting = predicts.flatten().nonzero().squeeze(1)
-    input_ids, position_ids, predicting, targets = (x.to(model.device) for x in (
-        input_ids, position_ids, predicting, input_ids.flatten()[predicting + 1]))
+# ---- 7. The model: forward pass, optimizer, rollout
+def token_logprobs(model, input_ids, position_ids, places, targets, temperature):
+    """(slots, L) token and position ids, (K,) places in their flat order, (K,) ids -> (K,) log-probabilities of these,
+    (K,) entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
+    ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places, targets])  # one copy to the device
+    sizes = [input_ids.numel()] * 2 + [len(targets)] * 2
+    ids, positions, places, targets = ids.to(model.device, non_blocking=True).split(sizes)
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
         module.training = getattr(module, "gradient_checkpointing", False)
-    hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    hidden = model.get_decoder()(input_ids=ids.view_as(input_ids), position_ids=positions.view_as(input_ids),
+                                 use_cache=False).last_hidden_state.flatten(0, 1)[places]
     model.eval()
 
     def of_chunk(hidden, targets):
@@ -367,117 +569,53 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
         entropy = torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
         return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    chunks = zip(hidden.flatten(0, 1)[predicting].split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))
+    chunks = zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))
     results = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(parts) for parts in zip(*results))
 
-
-@torch.no_grad()
-def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config: Config) -> dict[int, torch.Tensor]:
-    """Log-probabilities, by index, of the completions at `indices`, under the old or the reference policy."""
-    result = {}
-    for slots in pack_micro_batches(sequences, indices, config)[0]:
-        order = sum(slots, [])
-        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
-        result.update(zip(order, logprobs.split([len(sequences[i][1]) for i in order])))
-    return result
-
-
-def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weights, divisor: float, config: Config):
-    """The importance-weighted clipped surrogate of M completions with T tokens -> scalar loss, (2,) sums.
-
-        1/divisor sum_i w_i/Z_i sum_t [-min(rho_t A_i, clip(rho_t) A_i) + beta KL_t]
-
-    divisor is N G, all candidates (dapo: the N G m tokens to expect of them). The paper averages over what is kept, and
-    rescales by C/(1 - P), C = kept/total. That is the same (Horvitz-Thompson) estimator:
-        1/kept C/(1 - P) = 1/kept (kept/total)/pi = 1/total 1/pi = w/(N G).
-    To divide w by the number kept would be biased.
-
-    logprobs, old_logprobs, ref_logprobs (only with beta): (T,); lengths, advantages, weights: (M,). Z_i is the length
-    |o_i| (grpo, gspo), max_completion_tokens (dr_grpo) or 1 (dapo). rho_t is p/p_old. In gspo it is the same for all
-    tokens, exp(mean_t log p/p_old). KL_t is k3 = 1/x - 1 + log x, x = p/p_ref. Sums: of tokens clipped, of KL."""
-    owner = torch.repeat_interleave(lengths, output_size=len(logprobs))  # (T,) the completion that a token belongs to
-    log_ratio = logprobs - old_logprobs
-    if config.objective == "gspo":
-        log_ratio = (logprobs.new_zeros(len(lengths)).index_add(0, owner, log_ratio) / lengths)[owner]
-    surrogate = log_ratio.exp() * advantages[owner]
-    down, up = CLIPPING[config.objective]
-    clipped = log_ratio.exp().clamp(1 - down, 1 + up) * advantages[owner]
-    log_ref_ratio = ref_logprobs - logprobs if config.beta > 0 else torch.zeros_like(logprobs)
-    kl = log_ref_ratio.exp() - 1 - log_ref_ratio
-    normalizer = {"dr_grpo": config.max_completion_tokens, "dapo": 1}.get(config.objective, lengths)
-    loss = ((config.beta * kl - torch.minimum(surrogate, clipped)) * (weights / normalizer)[owner]).sum() / divisor
-    return loss, torch.stack([(clipped < surrogate).sum(), kl.sum()]).detach()
-
-
-def make_optimizer(model, config: Config) -> torch.optim.AdamW:
-    """AdamW on float32: updates of bfloat16 weights at a learning rate of 1e-6 would round away. A bfloat16 parameter
-    has a float32 master. train_step sums its gradients there and copies the master back."""
+def make_optimizer(model, config):
+    """AdamW on float32: updates of bfloat16 weights at a learning rate of 1e-6 would round away. So each has a float32
+    master, which sums its gradients and is copied back."""
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
 
+def collect_gradients(model, optimizer):
+    """Adds the gradients of a micro-batch to those of the float32 masters."""
+    for p, master in zip(model.parameters(), optimizer.param_groups[0]["params"]):
+        if p is not master and p.grad is not None:
+            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+            p.grad = None
 
-def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor, weights: torch.Tensor,
-               divisor: float, config: Config, old: dict | None = None, ref: dict | None = None) -> dict:
-    """One update on what was kept: pack, forward and backward in micro-batches, clip, step -> metrics.
-
-    sequences: pairs (prompt ids, completion ids); advantages, weights: one of each, weight 0 is skipped; divisor: see
-    policy_loss; old, ref: frozen_logprobs. Without `old` the policy is the one that sampled: the ratio is 1, its
-    gradient is not 0. An update that is not finite is left out: `skipped` is 1."""
-    kept = weights.nonzero().squeeze(1).tolist()
-    kept = kept if advantages[kept].any() or config.beta else []  # a step would move on Adam's momentum alone
-    micro_batches, density = pack_micro_batches(sequences, kept, config)
-    masters, sums = optimizer.param_groups[0]["params"], torch.zeros(3, device=model.device)
-    copies = [(p, master) for p, master in zip(model.parameters(), masters) if p is not master]
-    for slots in micro_batches:
-        order = sum(slots, [])
-        logprobs, entropy = completion_logprobs(model, sequences, slots, config.temperature)
-        of_tokens = logprobs, *(torch.cat([p[i] for i in order]) if p else logprobs.detach() for p in (old, ref))
-        lengths = torch.tensor([len(sequences[i][1]) for i in order])
-        of_completions = (x.to(model.device) for x in (lengths, advantages[order].float(), weights[order].float()))
-        loss, metrics = policy_loss(*of_tokens, *of_completions, divisor, config)
-        loss.backward()
-        for p, master in copies:
-            if p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-                p.grad = None
-        sums += torch.stack([entropy.sum(), *metrics])
+def apply_update(model, optimizer, means, config):
+    """Clips the gradient and makes the step -> metrics. Two updates are left out: one that is not finite (`skipped`),
+    and one of gradient 0, which would move on Adam's momentum alone."""
+    masters = optimizer.param_groups[0]["params"]
     grad_norm = torch.nn.utils.clip_grad_norm_(masters, config.max_grad_norm)
-    tokens = sum(len(sequences[i][1]) for i in kept)
-    values = torch.stack([*(sums / max(1, tokens)), grad_norm.to(sums)]).tolist()
+    values = torch.stack([*means, grad_norm.to(means)]).tolist()
     finite = math.isfinite(sum(values))
-    if finite:
+    if finite and values[-1] > 0:
         optimizer.step()
-        for p, master in copies:
+        for p, master in zip(model.parameters(), masters):
             p.data.copy_(master)
     optimizer.zero_grad()
-    means = dict(zip(("entropy", "clip_fraction", "kl", "grad_norm"), values if finite else [None] * 4))
-    return means | dict(completions_trained=len(kept), tokens_trained=tokens, slot_density=density,
-                        skipped=int(not finite))
+    names = ("entropy", "clip_fraction", "kl", "grad_norm")
+    return dict(zip(names, values if finite else [None] * 4), skipped=int(not finite))
 
-
-# ---- 5. Rollout
-def rollout(task: "Task", examples: list[dict], samples: int, config: Config, bar: str = "") -> list[list[list[int]]]:
-    """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut.
-    With the name of a progress `bar`, one is shown."""
+def rollout(task, examples, samples, config, bar=""):
+    """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
     completions, size = [], max(1, config.rollout_batch_size // samples)
     for start in tqdm(range(0, len(examples), size), bar, leave=False, disable=not bar):
-        completions += generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)[0]
-    return [completions[i:i + samples] for i in range(0, len(completions), samples)]
-
+        ids = generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)[0]
+        completions += [ids[i:i + samples] for i in range(0, len(ids), samples)]
+    return completions
 
 @torch.no_grad()
-def generate(task: "Task", prompts: list[list[int]], samples: int, config: Config, scores: bool = False) -> tuple:
-    """The model's own sampling -> `samples` completions of each prompt, in token ids, a prompt's side by side; with
-    `scores` also the log-probabilities of their tokens. A prompt is read once for all its samples. model.generate goes
-    on until its last row has ended, so it is called in eight parts, and rows that have ended leave in between. Qwen's
-    own generation_config has top_k, top_p and a repetition penalty: another policy than the one trained. So the model
-    has a clean one meanwhile."""
-    model, ends = task.model, task.end_ids()
-    own = model.generation_config
-    model.generation_config = transformers.GenerationConfig(
-        do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=ends or None,
-        pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
+def generate(task, prompts, samples, config, scores=False):
+    """Lists of ids -> `samples` completions of each, side by side, and with `scores` their log-probabilities. A prompt
+    is read once for all its samples. model.generate goes on until its last row has ended, so it is called in eight
+    parts, and rows that have ended leave in between. Qwen's own generation_config has a top_k and a repetition penalty,
+    another policy than the one trained, so the model has a clean one meanwhile."""
+    model, ends, own = task.model, task.end_ids(), task.model.generation_config
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
     cache = transformers.DynamicCache(config=model.config)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
@@ -487,32 +625,35 @@ def generate(task: "Task", prompts: list[list[int]], samples: int, config: Confi
     ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
     tokens = torch.full((len(ids), config.max_completion_tokens), -1, device=ids.device)
     rows, stop, logprobs = torch.arange(len(ids), device=ids.device), ids.new_tensor(ends), tokens.float()
-    for part in torch.arange(config.max_completion_tokens).chunk(8):
-        if len(rows) == 0:
-            break
-        output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
-        ids, new = output.sequences, slice(part[0], part[0] + output.sequences.shape[1] - mask.shape[1])
-        tokens[rows, new] = ids[:, mask.shape[1]:]
-        if scores:
-            logprobs[rows, new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
-        live = ~torch.isin(tokens[rows], stop).any(dim=1)
-        cache.batch_select_indices(live)
-        mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
-        rows, ids = rows[live], ids[live]
-    model.generation_config = own
+    try:
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=ends or None,
+            pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
+        for part in torch.arange(config.max_completion_tokens).chunk(8):
+            output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
+            ids, new = output.sequences, slice(part[0], part[0] + output.sequences.shape[1] - mask.shape[1])
+            tokens[rows, new] = ids[:, mask.shape[1]:]
+            if scores:
+                logprobs[rows, new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
+            live = ~torch.isin(tokens[rows], stop).any(dim=1)
+            cache.batch_select_indices(live)
+            mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
+            rows, ids = rows[live], ids[live]
+            if len(rows) == 0:
+                break
+    finally:
+        model.generation_config = own
     ended = torch.isin(tokens, stop)
     lengths = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
     return tuple([row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs))
 
-
 @torch.no_grad()
-def check_sampling(task: "Task", config: Config) -> None:
-    """Raises ValueError where the policy trained is not the one that samples. Their ratio is 1 by construction, so
-    nothing else would notice. The logits must be those of the model's own head, to the last bit but for rounding: some
-    models scale or cap them. The log-probabilities of a few sampled tokens must be those of completion_logprobs, packed
-    in one slot and in two; on average, since bfloat16 is coarse."""
+def check_sampling(task, config):
+    """Raises ValueError where the policy trained is not the one that samples, which rho = 1 would hide. Logits must be
+    the model's own: some scale or cap them. The log-probabilities of a few sampled tokens must be those of
+    completion_logprobs, in one slot and in two; on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
-    model, prompts, samples = task.model, [e["prompt_ids"] for e in task.train[:2]], 4
+    model, prompts = task.model, [e["prompt_ids"] for e in task.train[:2] for _ in range(4)]
     short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
     try:
         ids = torch.tensor(prompts[:1], device=model.device)
@@ -520,34 +661,29 @@ def check_sampling(task: "Task", config: Config) -> None:
         difference = (model.get_output_embeddings()(hidden) - logits).abs().max() / logits.abs().max()
         if not difference <= 1e-3:  # NaN fails too
             raise ValueError(f"it scales or caps its logits, by up to {difference:.1%}")
-        completions, logprobs = generate(task, prompts, samples, short, scores=True)
-        sequences = [(prompts[i // samples], ids) for i, ids in enumerate(completions)]
-        indices = range(len(sequences))
-        for slots in ([[*indices]], [[*indices[::2]], [*indices[1::2]]]):
-            trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
-            sampled = torch.tensor(sum((logprobs[i] for slot in slots for i in slot), []), device=model.device)
-            difference = (trained - sampled).abs().mean().item()
+        completions, logprobs = generate(task, prompts[::4], 4, short, scores=True)
+        sampled = [torch.tensor(row, device=model.device) for row in logprobs]
+        indices = [*range(len(prompts))]
+        for slots in ([indices], [indices[::2], indices[1::2]]):
+            trained, _ = completion_logprobs(model, [*zip(prompts, completions)], slots, config.temperature)
+            expected = pad_sequence([sampled[i] for i in sum(slots, [])], batch_first=True)
+            difference = (trained - expected).abs().sum() / sum(map(len, sampled))
             if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
     except Exception as error:  # also inside models without the cache or the layers that this needs
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from None
 
-
-# ---- 6. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
+# ---- 8. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-
-
 NUMBER_AND_TAIL = re.compile(rf"({NUMBER.pattern})((?:[eE][-+]?|[A-Za-z]+)[0-9]\w*)?")
 
-
 def gsm8k_number(text: str) -> Decimal | None:
-    """The first number after the last ####, else the last number of the text, else None. 1e9 is not the number 1."""
+    """The first number after the last ####, else the last of the text, else None. 1e9 is not the number 1."""
     text = text.replace("\N{MINUS SIGN}", "-")
     numbers = [match for match in NUMBER_AND_TAIL.finditer(text) if not match[2]]
     mark = text.rfind("####") if "####" in text else len(text)
     chosen = [match for match in numbers if match.start() > mark][:1] or numbers[-1:]
     return Decimal(re.sub(r"[$,]", "", chosen[0][1])) if chosen else None
-
 
 def last_boxed(text: str) -> str | None:
     """The inside of the last \\boxed{...}, nested braces included; None if there is none or it is never closed."""
@@ -558,7 +694,6 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:start + token.start()]
 
-
 def normalise_latex(text: str) -> Decimal | str:
     """A number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction or a final dot."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").rstrip(". ")
@@ -568,8 +703,7 @@ def normalise_latex(text: str) -> Decimal | str:
     text = re.sub(r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", re.sub(r"\^\{(\w)\}", r"^\1", text))
     return gsm8k_number(text) if NUMBER.fullmatch(text) else text
 
-
-def reward_of(read: Callable, gold: Callable) -> Callable:
+def reward_of(read, gold):
     """A reward function: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
     def reward(prompts, completions, answer, **columns) -> list[float | None]:
         texts = (c if isinstance(c, str) else c[-1]["content"] for c in completions)  # chat: one assistant message
@@ -577,20 +711,17 @@ def reward_of(read: Callable, gold: Callable) -> Callable:
         return [None if g in (None, "") else float(read(text) == g) for text, g in zip(texts, golds)]
     return reward
 
+REWARDS = {
+    "exact": reward_of(str.strip, str.strip),
+    "gsm8k": reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
+        gsm8k_number(answer) if "####" in answer or NUMBER.fullmatch(answer.strip(" .%")) else None)),
+    "boxed": reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
+                       lambda answer: normalise_latex(last_boxed(answer) or answer))}
 
-exact_reward = reward_of(str.strip, str.strip)
-gsm8k_reward = reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
-    gsm8k_number(answer) if "####" in answer or NUMBER.fullmatch(answer.strip(" .%")) else None))
-boxed_reward = reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
-                         lambda answer: normalise_latex(last_boxed(answer) or answer))
-REWARDS = {"exact": exact_reward, "gsm8k": gsm8k_reward, "boxed": boxed_reward}
-
-
-# ---- 7. Task: data, reward, model
+# ---- 9. Tasks: data, reward, model
 @dataclass
 class Task:
     """What a run works on. An example has prompt (text or chat messages), prompt_ids and the dataset's columns."""
-
     train: list[dict]
     evals: dict[str, list[dict]]
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -602,8 +733,7 @@ class Task:
         ids = self.model.generation_config.eos_token_id
         return sorted({*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None})
 
-
-def load_task(config: Config) -> Task:
+def load_task(config) -> Task:
     """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
         if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
@@ -611,18 +741,18 @@ def load_task(config: Config) -> Task:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.model, padding_side="left", trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        train, specs = load_examples(config.dataset, "train", config, tokenizer), config.eval_dataset.split(",")
-        evals = {spec: load_examples(spec, "test", config, tokenizer)[:config.eval_prompts] for spec in specs if spec}
-        if not evals and (held_out := min(config.eval_prompts, len(train) // 5)):
-            evals, train = {"held out": train[:held_out]}, train[held_out:]
+        train = load_examples(config.dataset, "train", config, tokenizer)
+        held_out = 0 if config.eval_dataset else min(config.eval_prompts, len(train) // 5)
+        evals, train = {"held out": train[:held_out]}, train[held_out:]
+        for spec in filter(None, config.eval_dataset.split(",")):
+            evals[spec] = load_examples(spec, "test", config, tokenizer)[:config.eval_prompts]
     else:
         train, evals, tokenizer = sorting_data(config)
     evals = {name: examples for name, examples in evals.items() if examples}
-    task = Task(train, evals, tokenizer, find("reward", config.reward, REWARDS))
-    for name, examples in {"the training data": train, **evals}.items():
-        trial = examples[:100]  # with empty completions
-        if score_completions(task, trial, [[[]] for _ in trial]).isnan().all():
-            raise ValueError(f"--reward {config.reward} can grade none of the first {len(trial)} answers of {name}")
+    task = Task(train, evals, tokenizer, named("reward", config.reward, REWARDS))
+    for name, trial in {"the training data": train[:100], **evals}.items():
+        if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
+            raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
     task.model = model = transformers.AutoModelForCausalLM.from_pretrained(
         config.model or warm_started(tokenizer), dtype=DTYPE, attn_implementation="sdpa",
         trust_remote_code=False).to(DEVICE).eval()
@@ -632,11 +762,10 @@ def load_task(config: Config) -> Task:
     if longest > (limit := getattr(model.config.get_text_config(), "max_position_embeddings", longest)):
         raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {limit} positions")
     check_sampling(task, config)
-    print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE_NAME}")
+    print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE}")
     return task
 
-
-def score_completions(task: Task, examples: list[dict], completions: list[list[list[int]]]) -> torch.Tensor:
+def reward_completions(task, examples, completions) -> torch.Tensor:
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
     rows = [(e, task.tokenizer.decode(ids, skip_special_tokens=True))
             for e, group in zip(examples, completions) for ids in group]
@@ -645,11 +774,10 @@ def score_completions(task: Task, examples: list[dict], completions: list[list[l
     values = task.reward(prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)
     rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     if rewards.shape != (len(rows),) or rewards.isinf().any():
-        raise ValueError(f"the reward function must return {len(rows)} finite numbers or None, one for each completion")
+        raise ValueError(f"the reward function must return {len(rows)} finite numbers or None, one a completion")
     return rewards.view(len(examples), -1)
 
-
-def load_examples(spec: str, split: str, config: Config, tokenizer) -> list[dict]:
+def load_examples(spec: str, split: str, config, tokenizer) -> list[dict]:
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
     path, *name = re.split(r":(?![^\[]*\])", spec)  # a colon within [] is of a slice
     split = name.pop() if name else split
@@ -658,14 +786,14 @@ def load_examples(spec: str, split: str, config: Config, tokenizer) -> list[dict
         raise ValueError(f"{path} is empty")
     files = {split.partition("[")[0]: path} if kind else None
     rows = load_dataset(kind or path, *name, data_files=files, split=split)
-    flat, examples = rows.flatten(), []  # verl nests the answer
-    prompts, answers = (next((flat[name] for name in names.split(",") if name in flat.column_names), None)
-                        for names in (config.prompt_column, config.answer_column))
-    if prompts is None or answers is None and config.reward in REWARDS:  # a reward of one's own may need no answer
-        option = "answer" if prompts is not None else "prompt"
-        raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}; name one by --{option}_column")
-    template, system = json.loads(config.chat_template_kwargs), config.system_prompt
-    for row, prompt, answer in zip(rows, prompts, answers or [None] * len(rows)):
+    flat, columns = rows.flatten(), {}  # flat: verl nests the answer
+    for column in ("prompt", "answer"):
+        found = [name for name in getattr(config, f"{column}_column").split(",") if name in flat.column_names]
+        if not found and (column == "prompt" or config.reward in REWARDS):  # a reward of one's own needs no answer
+            raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}: --{column}_column names one")
+        columns[column] = flat[found[0]] if found else [None] * len(rows)
+    template, system, examples = json.loads(config.chat_template_kwargs), config.system_prompt, []
+    for row, prompt, answer in zip(rows, columns["prompt"], columns["answer"]):
         if not prompt:
             continue
         if tokenizer.chat_template:
@@ -682,34 +810,30 @@ def load_examples(spec: str, split: str, config: Config, tokenizer) -> list[dict
     if not examples:
         raise ValueError(f"{spec} has no prompts of at most --max_prompt_tokens {config.max_prompt_tokens}")
     print(f"{spec}: left out {len(rows) - len(examples)} of {len(rows)} prompts, empty or over --max_prompt_tokens")
-    random.Random(config.seed).shuffle(examples)
+    random.Random(0).shuffle(examples)  # not by --seed: the data is the same for every run
     return examples
 
-
-# The embedded task: sort digits. Of each class: training prompts, fewest and most digits. Before training, easy prompts
-# are nearly always solved and hard ones never, as in real datasets; that is what pruning is for.
+# The embedded task: sort digits. Of each class: prompts, fewest and most digits. As in real datasets, the easy prompts
+# are nearly always solved before training, and the hard ones never.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
-
 
 def sorting_example(name: str, rng: random.Random, tokenizer) -> dict:
     """A prompt of one class of the embedded task, such as "4021=", and its answer, "0124"."""
-    digits = rng.choices("0123456789", k=rng.randint(*SORTING[name][1:]))
-    prompt = "".join(digits) + "="
-    return {"prompt": prompt, "prompt_ids": tokenizer.encode(prompt, add_special_tokens=False),
-            "answer": "".join(sorted(digits))}
+    digits = "".join(rng.choices("0123456789", k=rng.randint(*SORTING[name][1:])))
+    prompt_ids = tokenizer.encode(digits + "=", add_special_tokens=False)
+    return {"prompt": digits + "=", "prompt_ids": prompt_ids, "answer": "".join(sorted(digits))}
 
-
-def sorting_data(config: Config) -> tuple:
+def sorting_data(config) -> tuple:
     """1,024 training examples, an evaluation set for each class, and a tokenizer: a token is a character."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0, padding_side="left")
-    rng, train, evals, held_out = random.Random(config.seed), [], {}, config.eval_prompts // len(SORTING)
+    train, evals, held_out = [], {}, config.eval_prompts // len(SORTING)
     for name, (size, *_) in SORTING.items():
-        examples = [sorting_example(name, rng, tokenizer) for _ in range(size + 10 * held_out)]
-        train += examples[:size]
-        evals[name] = [e for e in examples[size:] if e not in train][:held_out]
-    rng.shuffle(train)
+        rng = random.Random(name)
+        train += [sorting_example(name, rng, tokenizer) for _ in range(size)]
+        others = [sorting_example(name, rng, tokenizer) for _ in range(10 * held_out)]
+        evals[name] = [e for e in others if e not in train][:held_out]
+    random.Random(0).shuffle(train)
     return train, evals, tokenizer
-
 
 def warm_started(tokenizer) -> Path:
     """The folder, in the user's cache, of a model taught by noisy demonstrations. The first run makes it."""
@@ -717,20 +841,21 @@ def warm_started(tokenizer) -> Path:
     if folder.exists():
         return folder
     transformers.set_seed(0)
-    rng, steps, size, config = random.Random(0), 400, 64, Config(learning_rate=2e-3, temperature=1.0)
+    rng, steps, config = random.Random(0), 400, Config(group_size=64, learning_rate=2e-3, temperature=1.0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, hidden_size=128, intermediate_size=256, head_dim=32,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         tie_word_embeddings=True))
-    optimizer, ones = make_optimizer(model, config), torch.ones(size)
+    optimizer, ones = make_optimizer(model, config), torch.ones(config.group_size)
     for step in tqdm(range(steps), desc="warm start, the first time only"):
         sequences = []
-        for name in rng.choices(["easy", "middle"], k=size):  # every fifth digit of the middle class is random
+        for name in rng.choices(["easy", "middle"], k=config.group_size):
             example, noise = sorting_example(name, rng, tokenizer), 0.2 * (name == "middle")
             answer = [rng.choice("0123456789") if rng.random() < noise else digit for digit in example["answer"]]
             sequences.append((example["prompt_ids"], tokenizer.encode("".join(answer))))  # with the end id
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / steps)
-        train_step(model, optimizer, sequences, ones, ones, size, config)  # supervised: advantage 1 on others' answers
+        # Supervised learning is a policy gradient on others' answers, all with advantage 1; here, of one group.
+        train_step(model, optimizer, sequences, ones, ones, 1, 1.0, config)
     model.save_pretrained(partial := folder.with_suffix(f".{os.getpid()}"))
     try:
         partial.rename(folder)  # never half a model under this name
@@ -738,179 +863,222 @@ def warm_started(tokenizer) -> Path:
         shutil.rmtree(partial)
     return folder
 
+# ---- 10. Runs: all settings, evaluation, metrics, checkpoints, the loop, the command line
+EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
+HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
+GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps="training", eval_dataset="run")
 
-# ---- 8. Training
-def evaluate(task: Task, config: Config) -> dict:
-    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over the prompts of all of them."""
+@dataclass
+class Config(Settings):
+    """Every setting of the command line. Raises ValueError for what would be silently wrong."""
+
+    model: str = setting("", "causal LM, Hub or folder; none: the embedded one")
+    dataset: str = setting("", "path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
+    prompt_column: str = setting("prompt,question,problem", "the first found")
+    answer_column: str = setting("answer,solution,reward_model.ground_truth", "the first found")
+    system_prompt: str = setting("", "put before every prompt, in place of its own system message")
+    chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
+    max_prompt_tokens: int = setting(512, "longer prompts are left out, and counted", least=1)
+    reward: str = setting(None, "exact, gsm8k, boxed or your own module:function; default gsm8k, embedded task exact")
+    rollout_batch_size: int = setting(256, "sequences in a call of generate", least=1)
+    steps: int = setting(None, "0 only evaluates; default 300, embedded task 110")
+    max_grad_norm: float = setting(1.0, "longer gradients are clipped", least=1e-6)
+    micro_batch_tokens: int = setting(4096, "tokens in a forward pass, or one long sequence", least=1)
+    gradient_checkpointing: bool = setting(False, "less memory, a third more work")
+    eval_dataset: str = setting("", "as --dataset, several by commas; none: held out")
+    eval_prompts: int = setting(256, "of each evaluation set, at most")
+    eval_samples: int = setting(4, "k of avg@k and pass@k", least=1)
+    eval_every: int = setting(0, "steps between evaluations, beside those before and after")
+    seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
+    output_dir: str = setting("", "the run's own folder; none: a new one under runs/")
+    save_every: int = setting(50, "steps between checkpoints, beside the one after the last")
+    resume: str = setting("", "folder of a run that goes on, with its settings but for those given beside it")
+
+    def __post_init__(self):
+        self.given = {name: value for name, value in asdict(self).items() if name not in ("output_dir", "resume")}
+        self.rule = named("method", self.method, RULES)
+        defaults = (HUB if self.model else EMBEDDED) | dict(prompt_prune_rate=0.9 if self.rule is OptimalDPPO else 0.7)
+        for option in fields(self):
+            if getattr(self, option.name) is None:
+                setattr(self, option.name, defaults[option.name])
+            value, most = getattr(self, option.name), 0.99 if option.name.endswith("prune_rate") else 1e15
+            if option.type in (int, float) and not option.metadata["least"] <= value <= most:  # NaN fails too
+                raise ValueError(f"--{option.name} {value} must lie in [{option.metadata['least']}, {most}]")
+        if self.objective not in CLIPPING:
+            raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
+        if self.model and not self.dataset:
+            raise ValueError("--model needs --dataset")
+        for name in ("dataset", "eval_dataset", "system_prompt", "chat_template_kwargs"):
+            if not self.model and getattr(self, name) not in ("", "{}"):
+                raise ValueError(f"--{name} needs --model")
+        if self.resume and self.output_dir not in ("", self.resume):
+            raise ValueError("--resume goes on in its own folder: leave out --output_dir")
+        self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        if self.model and Path(self.model).resolve() == Path(self.output_dir, "model").resolve():
+            raise ValueError(f"--model {self.model} would be overwritten by the run; give another --output_dir")
+
+def evaluate(task, config) -> dict:
+    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of all of them; None if not graded."""
     transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
-    k, rewards, mean = config.eval_samples, {}, lambda values: values.mean().item() if len(values) else None
+    k, sets, graded = config.eval_samples, {}, [torch.zeros(0, config.eval_samples)]
+    mean = lambda values: values.mean().item() if len(values) else None
     for name, examples in task.evals.items():
-        rewards[name] = score_completions(task, examples, rollout(task, examples, k, config, f"evaluating {name}"))
-    rewards = {name: r[~r.isnan().any(dim=1)] for name, r in rewards.items()}  # NaN: not gradable
-    sets = {name: {"prompts": len(r), f"avg@{k}": mean(r), f"pass@{k}": mean(r.amax(dim=1))}
-            for name, r in rewards.items()}
-    return {"accuracy": mean(torch.cat([*rewards.values()])) if sets else None, **sets}
+        rewards = reward_completions(task, examples, rollout(task, examples, k, config, f"evaluating {name}"))
+        graded.append(rewards[~rewards.isnan().any(dim=1)])
+        sets[name] = {"prompts": len(graded[-1]), f"avg@{k}": mean(graded[-1]), f"pass@{k}": mean(graded[-1].amax(1))}
+    return {"accuracy": mean(torch.cat(graded)), **sets}
 
-
-def rollout_metrics(rewards, completions, prompt_weights, weights, ends: list[int]) -> dict:
-    """Means of reward and length are weighted as the prompts are: they speak of the whole window."""
-    graded = ~rewards.isnan().any(dim=1)
+def step_record(task, progress, step) -> tuple[dict, dict]:
+    """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of reward and
+    length are weighted, so they speak of the whole window."""
+    rewards, prompt_weights, weights, updates = (step[x] for x in ("rewards", "prompt_weights", "weights", "updates"))
+    graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
     r, w = rewards[graded], prompt_weights[graded]
-    lengths = torch.tensor([[len(ids) for ids in group] for group in completions], dtype=torch.float64)
-    cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in completions])
-    metrics = dict(
+    lengths = torch.tensor([[len(ids) for ids in group] for group in step["completions"]], dtype=torch.float64)
+    cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in step["completions"]])
+    means = dict(
         reward=w @ r.mean(dim=1) / w.sum(), zero_variance_fraction=(r == r[:, :1]).all(dim=1).double().mean(),
-        completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(),
-        ungradable_prompts=(~graded).sum(), truncated_fraction=cut.mean(), weight_max=weights.max(),
-        effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
-    return {name: value.nan_to_num().item() for name, value in metrics.items()}  # 0/0: none
-
-
-def dppo_step(task: Task, rule: Rule, optimizer, reference, state: dict, config: Config) -> tuple[dict, dict]:
-    """One step of the paper's algorithm -> its metrics, and a group as a sample. `state` counts on. What is random is a
-    function of (seed, step), so a checkpoint needs no random state."""
-    clock, model, B, G, n = time.perf_counter(), task.model, config.prompts_per_step, config.group_size, len(task.train)
-    step = state["step"] = state["step"] + 1
-    transformers.set_seed((1_000_003 * config.seed + step) % 2 ** 32)
-
-    # 1. Prune prompts by what is remembered of them. Each epoch has an order of its own.
-    epoch, done = divmod(state["seen"], n)
-    order = sum((random.Random(f"{config.seed} {e}").sample(range(n), n) for e in (epoch, epoch + 1)), [])
-    window, prompts, prompt_weights = pick_prompts(rule, torch.tensor(order[done:done + n]), B, torch.default_generator)
-
-    # 2. Roll out those that are kept, reward the completions, and compare them within each whole group.
-    examples = [task.train[q] for q in prompts]
-    completions = rollout(task, examples, G, config)
-    rewards = score_completions(task, examples, completions)
-    advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
-    rule.update(prompts, rewards, advantages)
-    rollout_seconds = time.perf_counter() - clock
-
-    # 3. Prune completions: a draw for each update on the rollout, since after the first, theta depends on it.
-    draws = [weigh_completions(rule, rewards, advantages, prompt_weights, torch.default_generator)
-             for _ in range(config.inner_epochs)]
-    metrics = rollout_metrics(rewards, completions, prompt_weights, draws[-1], task.end_ids())
-
-    # 4. Pack what is left, and update. The old policy is the one before the first update.
-    sequences = [(e["prompt_ids"], ids) for e, group in zip(examples, completions) for ids in group]
-    union = sum(draws).flatten().nonzero().squeeze(1).tolist()  # trained in any of the updates
-    old = frozen_logprobs(model, sequences, union, config) if config.inner_epochs > 1 else None  # else ratio = 1
-    ref = frozen_logprobs(reference, sequences, union, config) if config.beta > 0 else None
-    # dapo's tokens are N G times the mean length of earlier steps; of its own in the first, where no prompt is pruned.
-    mean_length = state["mean_length"] or metrics["completion_length"]
-    state["mean_length"] = 0.9 * mean_length + 0.1 * metrics["completion_length"]
-    optimizer.param_groups[0]["lr"] = config.learning_rate * min(1, step / max(1, config.warmup_steps))
-    for w in draws:
-        divisor = len(window) * G if rule.unbiased else max(1, int((w > 0).sum()))
-        divisor *= mean_length if config.objective == "dapo" else 1
-        update = train_step(model, optimizer, sequences, advantages.flatten(), w.flatten(), divisor, config, old, ref)
-        state["failures"] = state["failures"] + 1 if update["skipped"] else 0
-
-    seconds = time.perf_counter() - clock
-    state |= dict(seen=state["seen"] + len(window), seconds=state["seconds"] + seconds)
-    tokens = sum(len(sequences[i][0] + sequences[i][1]) for w in draws for i in w.flatten().nonzero())
+        completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(), truncated_fraction=cut.mean(),
+        weight_max=weights.max(), effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
+    means = {name: value.nan_to_num().item() for name, value in means.items()}
+    for name in updates[0]:  # the mean of several updates
+        values = [update[name] for update in updates if update[name] is not None]
+        means[name] = sum(values) / len(values) if values else None
     record = dict(
-        step=step, epoch=1 + (state["seen"] - 1) // n, prompts_seen=len(window), prompts_rolled=len(prompts), **update,
-        **metrics, rollout_seconds=rollout_seconds, train_seconds=seconds - rollout_seconds, seconds=state["seconds"],
-        tokens_per_second=tokens / (seconds - rollout_seconds), peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
+        step=progress.step, prompts_seen=step["N"], prompts_rolled=len(rewards), **means,
+        rollout_seconds=step["rollout_seconds"], train_seconds=step["seconds"] - step["rollout_seconds"],
+        seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
     return record, dict(
-        step=step, prompt=examples[0]["prompt"], completions=task.tokenizer.batch_decode(completions[0]),
+        step=progress.step, prompt=step["examples"][0]["prompt"], answer=step["examples"][0].get("answer"),
+        completions=task.tokenizer.batch_decode(step["completions"][0]), prompt_weight=prompt_weights[0].item(),
         rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
-        advantages=advantages[0].tolist(), weights=draws[-1][0].tolist())
+        advantages=step["advantages"][0].tolist(), weights=weights[0].tolist())
 
+def save_checkpoint(run, out: Path):
+    """Writes all that a run needs to go on, and then replaces the last checkpoint."""
+    run.progress.sizes = [file.tell() for file in run.files]
+    with (out / "partial.pt").open("wb") as file:
+        torch.save(dict(progress=vars(run.progress), data=run.data, memory=run.rule.memory,
+                        optimizer=run.optimizer.state_dict(), weights=run.optimizer.param_groups[0]["params"]), file)
+        os.fsync(file.fileno())
+    (out / "partial.pt").replace(out / "checkpoint.pt")  # if killed, the last one is whole
 
-def train(config: Config, task: Task | None = None, state: dict | None = None) -> dict:
-    """A whole run, or the rest of one -> its summary. `state`, if given, is filled when the first step can begin."""
-    started, out, state = time.perf_counter(), Path(config.output_dir), {} if state is None else state
-    out.mkdir(parents=True, exist_ok=True)  # first, so that a folder that cannot be written shows before any work
-    files, resume = [(out / f"{name}.jsonl").open("a") for name in ("metrics", "samples")], config.resume
-    resume = resume and (out / "checkpoint.pt").exists()
-    if not resume and files[0].tell():
-        raise ValueError(f"--output_dir {out} holds a run " + ("without a checkpoint" if config.resume else "already"))
-    task = task or load_task(config)
-    rule, optimizer = config.rule(config, len(task.train)), make_optimizer(task.model, config)
-    reference, masters = copy.deepcopy(task.model) if config.beta > 0 else None, optimizer.param_groups[0]["params"]
-    learned = {name: value for name, value in asdict(config).items() if name not in NOT_LEARNED}
-    data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
-    learned["training data"] = hashlib.sha256(data.encode()).hexdigest()
-    if resume:
-        saved = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)  # nothing in it is executed
-        for name, value in learned.items():
-            if value != (was := saved["learned"].get(name)):
-                raise ValueError(f"--resume: {name} is {value!r}, but was {was!r} in {out}")
-        for file, size in zip(files, saved["state"]["sizes"]):
-            if file.tell() < size:
-                raise ValueError(f"--resume: {file.name} is shorter than it was at the checkpoint")
-        rule.memory = saved["memory"]
-        optimizer.load_state_dict(saved["optimizer"])
-        for p, master, weight in zip(task.model.parameters(), masters, saved["weights"]):
-            p.data.copy_(weight)
-            master.data.copy_(weight)
-        state |= saved["state"]
-    else:
-        before = evaluate(task, config)
-        state |= dict(step=0, seen=0, mean_length=None, seconds=0.0, failures=0, sizes=[0, 0], before=before)
-
-    after = None if config.steps else state["before"]
-    for file, size in zip(files, state["sizes"]):
+def load_checkpoint(run, out: Path):
+    """Takes a run up where its checkpoint was written. Raises ValueError if that was another run's."""
+    saved = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)  # nothing in it is executed
+    masters = run.optimizer.param_groups[0]["params"]
+    same = dict(data=saved["data"] == run.data, method=saved["memory"].keys() == run.rule.memory.keys(),
+                model=[p.shape for p in saved["weights"]] == [p.shape for p in masters])
+    if not all(same.values()):
+        raise ValueError(f"--resume {out}: not the {min(same, key=same.get)} of the run")
+    for file, size in zip(run.files, saved["progress"]["sizes"]):
+        if file.tell() < size:
+            raise ValueError(f"--resume {out}: {file.name} is shorter than it was at the checkpoint")
+    for file, size in zip(run.files, saved["progress"]["sizes"]):
         file.truncate(size)  # what came after the checkpoint comes again
-    for step in (bar := tqdm(range(state["step"] + 1, config.steps + 1), initial=state["step"], total=config.steps)):
-        record, sample = dppo_step(task, rule, optimizer, reference, state, config)
+    run.progress, run.rule.memory = SimpleNamespace(**saved["progress"]), saved["memory"]
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for p, master, weight in zip(run.task.model.parameters(), masters, saved["weights"]):
+        p.data.copy_(weight)
+        master.data.copy_(weight)
+
+def start(config, task=None) -> SimpleNamespace:
+    """A run that is ready for its next step."""
+    out = Path(config.output_dir)
+    if config.resume and not (out / "checkpoint.pt").exists():
+        raise ValueError(f"--resume {out}: there is no checkpoint to go on from")
+    out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
+    files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
+    if files[0].tell() and not config.resume:
+        raise ValueError(f"--output_dir {out} holds a run already: --resume {out} goes on with it")
+    task = task or load_task(config)
+    data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
+    run = SimpleNamespace(
+        config=config, task=task, rule=config.rule(config, len(task.train)), files=files,
+        optimizer=make_optimizer(task.model, config), data=hashlib.sha256(data.encode()).hexdigest(),
+        reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
+        progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
+    if config.resume:
+        load_checkpoint(run, out)
+    else:
+        run.progress.before = evaluate(task, config)
+    (out / "config.json").write_text(json.dumps(config.given, indent=2))
+    return run
+
+def train(run) -> dict:
+    """Makes the steps that are left, and evaluates -> the summary."""
+    config, task, progress, out, after = run.config, run.task, run.progress, Path(run.config.output_dir), None
+    for step in (bar := tqdm(range(progress.step + 1, config.steps + 1), initial=progress.step, total=config.steps)):
+        told = dppo_step(task, run.rule, run.optimizer, run.reference, progress, config)
+        progress.seconds += told["seconds"]
+        record, sample = step_record(task, progress, told)
         after = evaluate(task, config) if config.eval_every and step % config.eval_every == 0 else None
         if after:
             record |= {"evaluation": after, "accuracy": after["accuracy"]}
-        for file, line in zip(files, (record, sample)):
+        for file, line in zip(run.files, (record, sample)):
             print(json.dumps(line), file=file, flush=True)
         bar.set_postfix({name: record[name] for name in ("reward", "prompts_seen", "prompts_rolled", "slot_density")})
-        if state["failures"] >= 10:
+        progress.skipped = progress.skipped + 1 if record["skipped"] else 0
+        if progress.skipped >= 10:
             raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
         if step == config.steps or config.save_every and step % config.save_every == 0:
-            state["sizes"] = [file.tell() for file in files]
-            with (out / "partial.pt").open("wb") as file:
-                torch.save(dict(state=state, learned=learned, memory=rule.memory, optimizer=optimizer.state_dict(),
-                                weights=masters), file)
-                os.fsync(file.fileno())
-            (out / "partial.pt").replace(out / "checkpoint.pt")  # if killed, the last one is whole
-    before, after = state["before"], after or evaluate(task, config)
-    summary = dict(accuracy_before=before["accuracy"], accuracy_after=after["accuracy"], before=before, after=after,
-                   wall_seconds=time.perf_counter() - started, device=DEVICE_NAME, config=asdict(config))
+            save_checkpoint(run, out)
+    before = progress.before
+    after = after or (evaluate(task, config) if config.steps else before)
+    summary = dict(before=before, after=after, seconds=progress.seconds, device=DEVICE, config=asdict(config))
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     for part in (task.model, task.tokenizer):
         part.save_pretrained(out / "model")
-    arrow = lambda *pair: " -> ".join("not graded" if x is None else f"{x:.2f}" for x in pair)
-    sets = ", ".join(f"{name} {arrow(*(x[name][f'avg@{config.eval_samples}'] for x in (before, after)))}"
-                     for name in task.evals)
-    print(f"accuracy {arrow(before['accuracy'], after['accuracy'])} ({sets})" if sets else "not evaluated",
-          f"in {summary['wall_seconds']:.0f} s; results are in {out}")
+    means = {"accuracy": [x["accuracy"] for x in (before, after)]}
+    means |= {name: [x[name][f"avg@{config.eval_samples}"] for x in (before, after)] for name in task.evals}
+    print(", ".join(f"{name} {old:.2f} -> {new:.2f}" for name, (old, new) in means.items() if None not in (old, new)),
+          f"in {progress.seconds:.0f} s of training; results are in {out}")
     return summary
 
+def parse_config() -> Config:
+    """The command line; with --resume, over the settings of that run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS,
+                                     allow_abbrev=False)
+    for option in fields(Config):
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
+        kind = dict(type=option.type, metavar="")
+        if option.type is bool:
+            kind = dict(action=argparse.BooleanOptionalAction)
+        default = "" if option.default in (None, "") else f" ({option.default})"
+        group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
+    args = parser.parse_args()
+    if args.resume:
+        parser.set_defaults(**json.loads(Path(args.resume, "config.json").read_text()))
+        args = parser.parse_args()
+    return Config(**vars(args))
 
-def main() -> None:
+def main():
     """The command line. What is wrong before the first step is told in one line."""
-    parser, state = HfArgumentParser(Config, description=__doc__.partition("\n")[0], usage=SUPPRESS), {}
     transformers.logging.disable_progress_bar()
     disable_progress_bars()
     sys.path.append(os.getcwd())  # for package.module:name
+    run = None
     try:
-        config = Config(**vars(parser.parse_args()))
-        train(config, state=state)
+        run = start(parse_config())
+        train(run)
     except KeyboardInterrupt:
-        saved = Path(config.output_dir, "checkpoint.pt")
-        command = shlex.join(["python", *sys.argv, "--resume", "--output_dir", config.output_dir])
-        parser.exit(130, f"\n{saved} is saved; go on with: {command}\n" if saved.exists() else "\nnothing is saved\n")
+        saved = run and Path(run.config.output_dir, "checkpoint.pt").exists()
+        print(f"\ngo on with: python dppo.py --resume {run.config.output_dir}" if saved else "\nstopped before anything was saved")
+        sys.exit(130)
     except torch.OutOfMemoryError:
-        parser.exit(2, "out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size\n")
+        sys.exit("dppo.py: out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size")
     except Exception as error:
-        if state:
+        if run:
             raise
         message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
-        libraries = __file__, sys.prefix + os.sep, sys.base_prefix + os.sep, os.path.expanduser("~/.local/lib"), "<"
+        libraries = (__file__, sys.prefix + os.sep, sys.base_prefix + os.sep, str(Path.home() / ".local" / "lib"), "<")
         own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-        for frame in own[:1]:  # the line of the user's own reward or rule
+        for frame in own[:1]:  # the user's own reward or rule
             message += (f" (in {frame.name}, {frame.filename}, line {frame.lineno}; a reward gets the completions of a "
                         "chat model as lists of messages)")
-        parser.exit(2, f"dppo.py: error: {' '.join(message.split())}\n")
-
+        print(f"dppo.py: error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
 
 if __name__ == "__main__":
     main()
