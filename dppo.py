@@ -42,6 +42,7 @@ import os
 import pkgutil
 import random
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -52,7 +53,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
 
 import torch
 import transformers
@@ -725,7 +725,7 @@ class Task:
     train: list[dict]
     evals: dict[str, list[dict]]
     tokenizer: transformers.PreTrainedTokenizerBase
-    reward: Callable
+    reward: callable
     model: transformers.PreTrainedModel = None
 
     def end_ids(self) -> list[int]:
@@ -770,7 +770,8 @@ def reward_completions(task, examples, completions) -> torch.Tensor:
     rows = [(e, task.tokenizer.decode(ids, skip_special_tokens=True))
             for e, group in zip(examples, completions) for ids in group]
     texts = [text if isinstance(e["prompt"], str) else [{"role": "assistant", "content": text}] for e, text in rows]
-    columns = {key: [e[key] for e, _ in rows] for key in examples[0].keys() - {"prompt", "prompt_ids", "completions"}}
+    own = {"prompt", "prompts", "prompt_ids", "completions"}
+    columns = {key: [e[key] for e, _ in rows] for key in examples[0].keys() - own}
     values = task.reward(prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)
     rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     if rewards.shape != (len(rows),) or rewards.isinf().any():
@@ -796,6 +797,8 @@ def load_examples(spec: str, split: str, config, tokenizer) -> list[dict]:
     for row, prompt, answer in zip(rows, columns["prompt"], columns["answer"]):
         if not prompt:
             continue
+        if config.reward in REWARDS and isinstance(answer, (list, dict)):
+            raise ValueError(f"{spec} has an answer that --reward {config.reward} cannot read: {answer}")
         if tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if system:
@@ -866,6 +869,8 @@ def warm_started(tokenizer) -> Path:
 # ---- 10. Runs: all settings, evaluation, metrics, checkpoints, the loop, the command line
 EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
+FIXED = ("model", "eval_dataset", "eval_prompts", "eval_samples")  # what a resumed run cannot change
+MOST = dict(prompt_prune_rate=0.99, completion_prune_rate=0.99, seed=2**32 - 1)  # of numbers
 GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps="training", eval_dataset="run")
 
 @dataclass
@@ -901,7 +906,7 @@ class Config(Settings):
         for option in fields(self):
             if getattr(self, option.name) is None:
                 setattr(self, option.name, defaults[option.name])
-            value, most = getattr(self, option.name), 0.99 if option.name.endswith("prune_rate") else 1e15
+            value, most = getattr(self, option.name), MOST.get(option.name, 1e15)
             if option.type in (int, float) and not option.metadata["least"] <= value <= most:  # NaN fails too
                 raise ValueError(f"--{option.name} {value} must lie in [{option.metadata['least']}, {most}]")
         if self.objective not in CLIPPING:
@@ -945,7 +950,8 @@ def step_record(task, progress, step) -> tuple[dict, dict]:
         values = [update[name] for update in updates if update[name] is not None]
         means[name] = sum(values) / len(values) if values else None
     record = dict(
-        step=progress.step, prompts_seen=step["N"], prompts_rolled=len(rewards), **means,
+        step=progress.step, prompts_seen=step["N"], prompts_rolled=len(rewards),
+        ungradable_prompts=len(rewards) - len(r), **means,
         rollout_seconds=step["rollout_seconds"], train_seconds=step["seconds"] - step["rollout_seconds"],
         seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
     return record, dict(
@@ -959,6 +965,7 @@ def save_checkpoint(run, out: Path):
     run.progress.sizes = [file.tell() for file in run.files]
     with (out / "partial.pt").open("wb") as file:
         torch.save(dict(progress=vars(run.progress), data=run.data, memory=run.rule.memory,
+                        fixed={name: getattr(run.config, name) for name in FIXED},
                         optimizer=run.optimizer.state_dict(), weights=run.optimizer.param_groups[0]["params"]), file)
         os.fsync(file.fileno())
     (out / "partial.pt").replace(out / "checkpoint.pt")  # if killed, the last one is whole
@@ -967,8 +974,9 @@ def load_checkpoint(run, out: Path):
     """Takes a run up where its checkpoint was written. Raises ValueError if that was another run's."""
     saved = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)  # nothing in it is executed
     masters = run.optimizer.param_groups[0]["params"]
-    same = dict(data=saved["data"] == run.data, method=saved["memory"].keys() == run.rule.memory.keys(),
-                model=[p.shape for p in saved["weights"]] == [p.shape for p in masters])
+    same = {name: saved["fixed"][name] == getattr(run.config, name) for name in FIXED}
+    same |= dict(data=saved["data"] == run.data, method=saved["memory"].keys() == run.rule.memory.keys(),
+                 weights=[p.shape for p in saved["weights"]] == [p.shape for p in masters])
     if not all(same.values()):
         raise ValueError(f"--resume {out}: not the {min(same, key=same.get)} of the run")
     for file, size in zip(run.files, saved["progress"]["sizes"]):
@@ -989,8 +997,9 @@ def start(config, task=None) -> SimpleNamespace:
         raise ValueError(f"--resume {out}: there is no checkpoint to go on from")
     out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
     files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
-    if files[0].tell() and not config.resume:
-        raise ValueError(f"--output_dir {out} holds a run already: --resume {out} goes on with it")
+    taken = files[0].tell() or (out / "config.json").exists() or (out / "checkpoint.pt").exists()
+    if taken and not config.resume:
+        raise ValueError(f"--output_dir {out} holds a run already, or a model; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
     run = SimpleNamespace(
@@ -998,6 +1007,7 @@ def start(config, task=None) -> SimpleNamespace:
         optimizer=make_optimizer(task.model, config), data=hashlib.sha256(data.encode()).hexdigest(),
         reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
         progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
+    checked(run.rule.prompt_probabilities)  # a rule of one's own is tried before anything is trained
     if config.resume:
         load_checkpoint(run, out)
     else:
@@ -1016,15 +1026,15 @@ def train(run) -> dict:
         if after:
             record |= {"evaluation": after, "accuracy": after["accuracy"]}
         for file, line in zip(run.files, (record, sample)):
-            print(json.dumps(line), file=file, flush=True)
+            print(json.dumps(line, default=str), file=file, flush=True)  # an answer may be a date
         bar.set_postfix({name: record[name] for name in ("reward", "prompts_seen", "prompts_rolled", "slot_density")})
-        progress.skipped = progress.skipped + 1 if record["skipped"] else 0
+        progress.skipped = progress.skipped + 1 if record["skipped"] == 1 else 0
         if progress.skipped >= 10:
             raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
         if step == config.steps or config.save_every and step % config.save_every == 0:
             save_checkpoint(run, out)
     before = progress.before
-    after = after or (evaluate(task, config) if config.steps else before)
+    after = after or (evaluate(task, config) if progress.step else before)
     summary = dict(before=before, after=after, seconds=progress.seconds, device=DEVICE, config=asdict(config))
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     for part in (task.model, task.tokenizer):
@@ -1037,8 +1047,9 @@ def train(run) -> dict:
 
 def parse_config() -> Config:
     """The command line; with --resume, over the settings of that run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__[__doc__.index("    python"):__doc__.index("The upper floor")].rstrip())
     for option in fields(Config):
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
@@ -1064,7 +1075,8 @@ def main():
         train(run)
     except KeyboardInterrupt:
         saved = run and Path(run.config.output_dir, "checkpoint.pt").exists()
-        print(f"\ngo on with: python dppo.py --resume {run.config.output_dir}" if saved else "\nstopped before anything was saved")
+        command = saved and shlex.join(["python", "dppo.py", "--resume", run.config.output_dir])
+        print(f"\ngo on with: {command}" if saved else "\nstopped before the first checkpoint of this run")
         sys.exit(130)
     except torch.OutOfMemoryError:
         sys.exit("dppo.py: out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size")

@@ -40,11 +40,10 @@ def lengths_reward(prompts, completions, **_):
     """Differs within most groups, also of an untrained model: there is something to learn in every step."""
     return [len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)]
 def tiny_task(reward=lengths_reward, model=None, prompts=16) -> Task:
-    tokenizer, rng, examples = tiny_tokenizer(), random.Random(0), {}
-    while len(examples) < prompts:
-        example = dppo.sorting_example(["easy", "middle"][len(examples) % 2], rng, tokenizer)
-        examples[example["prompt"]] = example
-    train = [*examples.values()]
+    tokenizer, rng, train = tiny_tokenizer(), random.Random(0), []
+    while len(train) < prompts:
+        example = dppo.sorting_example(["easy", "middle"][len(train) % 2], rng, tokenizer)
+        train += [example] * (example not in train)
     return Task(train, {"some": train[:4]}, tokenizer, reward, model or tiny_model(torch.float32))
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -114,15 +113,13 @@ def every_draw(pi: torch.Tensor, monkeypatch) -> Counter:
 def every_outcome(function, monkeypatch):
     """Every outcome of a function without arguments that draws once -> pairs (probability, what it returns)."""
     drawn = []
-    with monkeypatch.context() as patch:
-        patch.setattr(dppo, "draw", lambda pi, *_: drawn.append(pi) or (pi > 0).to(pi.dtype))
-        function()
-    [pi] = drawn
-    for weights, probability in every_draw(pi, monkeypatch).items():
+    def result_of(draw):
         with monkeypatch.context() as patch:
-            patch.setattr(dppo, "draw", lambda *_: torch.tensor(weights, dtype=torch.float64))
-            result = function()
-        yield probability, result
+            patch.setattr(dppo, "draw", draw)
+            return function()
+    result_of(lambda pi, *_: drawn.append(pi) or (pi > 0).to(pi.dtype))
+    for weights, probability in every_draw(*drawn, monkeypatch).items():
+        yield probability, result_of(lambda *_: torch.tensor(weights, dtype=torch.float64))
 def every_step(config, advantages, monkeypatch):
     """Every outcome of both levels of pruning, with the functions of training -> (probability, (N, G) weights)."""
     rule, order = rule_of(config), torch.arange(N)
@@ -311,8 +308,7 @@ def test_with_inner_epochs_completions_are_drawn_anew_for_every_update(monkeypat
 
 def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps_whatever_its_prompts_weigh(monkeypatch, tmp_path):
     monkeypatch.setitem(dppo.RULES, "largest", KeepLargest)
-    steps = spied_run(monkeypatch, tmp_path, method="largest", steps=4)
-    for step in steps:
+    for step in (steps := spied_run(monkeypatch, tmp_path, method="largest", steps=4)):
         [(_, _, _, _, weights, divided_by, *_)] = step["updates"]
         kept = (weights > 0).sum().item()
         assert divided_by == len(step["window"]) and kept < 4 * divided_by  # each weighs 1/kept of the loss
@@ -607,18 +603,16 @@ def test_no_attention_crosses_a_boundary_so_that_packed_log_probabilities_and_gr
     assert (gradient - expected).norm() < tolerance * expected.norm()
 
 def test_gradient_checkpointing_computes_layers_again_and_changes_nothing():
-    gradients, forwards = [], []
+    gradients, calls = [], Counter()
     for again in (False, True):
         config, model, sequences, advantages, old, _ = problem()
         if again:
             model.activation_checkpointing_enable()
-        calls = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.update([again]))
         weights = torch.ones(N * G, dtype=torch.float64)
         gradients.append(gradient_of_train_step(config, model, sequences, advantages, weights, old, None))
-        forwards.append(len(calls))
         assert not model.training
-    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) and forwards[1] == 2 * forwards[0]
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) and calls[True] == 2 * calls[False]
 
 # ---- The policy that samples is the one that is trained --------------------------------------------------------------
 SIZES = dict(vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -666,8 +660,7 @@ def test_sampled_frequencies_match_the_probabilities_that_are_trained_whatever_t
     task, draws, prompt = tiny_task(), 8000, [5, 4, 3, 7]
     task.model = tiny_model(torch.float32, vocab_size=80, initializer_range=0.1)  # over the 50 of generate's own top_k
     task.model.generation_config = own = transformers.GenerationConfig(**QWEN_GENERATION)
-    config = Config(temperature=temperature, max_completion_tokens=1)
-    torch.manual_seed(0)
+    config, _ = Config(temperature=temperature, max_completion_tokens=1), torch.manual_seed(0)
     first = Counter(ids[0] for ids in dppo.rollout(task, [{"prompt_ids": prompt}], draws, config)[0])
     with torch.no_grad():
         trained, entropy = (x.squeeze(1) for x in dppo.completion_logprobs(
@@ -903,7 +896,8 @@ GOOD = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
     (GOOD, "--chat_template_kwargs {", "JSONDecodeError"), (GOOD, "--eval_dataset data.jsonl:x:y:z", "data.jsonl"),
     (GOOD, "--eval_dataset {folder}/letters.jsonl", "--reward gsm8k can grade none of 3 answers of {folder}/l"),
     (GOOD, "--dataset nowhere.jsonl", "nowhere.jsonl"), (GOOD, "--model {folder}", "dppo.py: error: "),
-    (GOOD, "--max_completion_tokens 253", "may take 257 tokens, but"), ([{"question": 12, "answer": "1"}], "", "text")])
+    (GOOD, "--max_completion_tokens 253", "may take 257 tokens, but"), ([{"question": 12, "answer": "1"}], "", "text"),
+    ([{"question": "1=", "answer": ["1"]}], "", "has an answer that --reward gsm8k cannot read: ['1']")])
 def test_bad_data_is_told_in_one_line(rows, args, message, folder, monkeypatch, capsys, tmp_path):
     data = tmp_path / ("data.parquet" if rows == "cut parquet" else "data.jsonl")
     data.write_text(rows) if isinstance(rows, str) else write_rows(data, rows)
@@ -1001,8 +995,8 @@ def test_a_rule_a_reward_a_model_and_data_of_one_s_own_are_named_on_the_command_
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 METRICS = set("""step prompts_seen prompts_rolled reward completion_length truncated_fraction zero_variance_fraction
-    completions_trained tokens_trained slot_density weight_max effective_sample_size grad_norm entropy kl clip_fraction
-    skipped rollout_seconds train_seconds seconds peak_memory_gb""".split())
+    ungradable_prompts completions_trained tokens_trained slot_density weight_max effective_sample_size grad_norm
+    entropy kl clip_fraction skipped rollout_seconds train_seconds seconds peak_memory_gb""".split())
 RUN = dict(steps=10, prompts_per_step=4, group_size=4, max_completion_tokens=6, save_every=1, method="dppo-optimal",
            objective="dapo", inner_epochs=2, learning_rate=1e-3)
 def run(out: Path, task=None, resume=False, **settings) -> list[dict]:
@@ -1056,8 +1050,8 @@ def test_reward_and_length_are_means_over_the_window_by_the_weights_of_prompts()
         updates=[dict(kl=1.0, skipped=0), dict(kl=None, skipped=1), dict(kl=4.0, skipped=0)]))  # None: not made
     assert record | {"peak_memory_gb": 0} == pytest.approx(dict(
         step=3, prompts_seen=5, prompts_rolled=3, reward=2 / 3, zero_variance_fraction=1 / 2, completion_length=11 / 4,
-        truncated_fraction=1 / 3, weight_max=3, effective_sample_size=36 / 14, kl=5 / 2, skipped=1 / 3,
-        rollout_seconds=2, train_seconds=1, seconds=9, peak_memory_gb=0))
+        truncated_fraction=1 / 3, weight_max=3, effective_sample_size=36 / 14, kl=5 / 2, ungradable_prompts=1,
+        skipped=1 / 3, rollout_seconds=2, train_seconds=1, seconds=9, peak_memory_gb=0))
     assert sample == dict(step=3, prompt=task.train[0]["prompt"], answer=task.train[0]["answer"], rewards=[1, 0],
                           completions=["239", "9"], prompt_weight=2, advantages=[0, -1], weights=[2, 0])
 
@@ -1236,16 +1230,22 @@ def test_other_data_another_memory_or_model_is_not_resumed_and_other_settings_ar
     (fewer := tiny_task()).train.pop()
     (other := tiny_task()).train[3].update(answer="0")
     models = [tiny_task(model=tiny_model(torch.float32, **{name: 1})) for name in ("head_dim", "num_hidden_layers")]
-    for task, name in ((fewer, "data"), (other, "data"), (None, "method"), *((task, "model") for task in models)):
-        own = {"method": "dppo"} if name == "method" else {}
-        pytest.raises(ValueError, run, tmp_path, task, resume=True, **own).match(f"^--resume .* not the {name} of the")
+    changed = dict(method=dict(method="dppo"), model=dict(model="x", dataset="x"), eval_prompts=dict(eval_prompts=3))
+    for task, name in ((fewer, "data"), (other, "data"), *((task, "weights") for task in models), *(
+            (None, name) for name in changed)):
+        pytest.raises(ValueError, run, tmp_path, task, resume=True, **changed.get(name, {})).match(
+            f"^--resume .* not the {name} of the run")
     assert before == {f: f.read_bytes() for f in tmp_path.iterdir() if f.is_file()}
     free = dict(rollout_batch_size=8, micro_batch_tokens=100, gradient_checkpointing=True, save_every=0, beta=0.1)
     assert [r["step"] for r in run(tmp_path, resume=True, steps=4, group_size=8, seed=3, **free)] == [1, 2, 3, 4]
+    after = [json.loads((tmp_path / "summary.json").read_text())["after"] for _ in run(tmp_path, resume=True, steps=0)]
+    assert after[0] != json.loads((tmp_path / "summary.json").read_text())["before"]  # 0 steps, but not untrained
     for resume, message in ((False, "holds a run already"), (True, "there is no checkpoint to go on from")):
         pytest.raises(ValueError, run, tmp_path, resume=resume).match(message)
         (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
+    (tmp_path / "metrics.jsonl").unlink()  # a folder with a config.json may also be a model's
+    pytest.raises(ValueError, run, tmp_path).match("holds a run already, or a model")
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1387,8 +1387,8 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("ceil in place of floor", "math.floor(rate * count + 1e-9)", "math.ceil(rate * count - 1e-9)", "keep_prob"),
     ("rounding makes a low set", "* (1 - 1e-6)", "", "keep_prob"),
     ("lowest pruned for certain", "torch.randperm(len(pi), generator=generator)", "torch.arange(len(pi))", "anew_for"),
-    ("low set with zeros", "keep_probabilities(scores, self.config.completion_prune_rate)",
-     "keep_probabilities(advantages.abs(), self.config.completion_prune_rate)[trainable]", "cost_nothing"),
+    ("low set with zeros", "(scores, self.config.completion_prune_rate)\n        return",
+     "(advantages.abs(), self.config.completion_prune_rate)[trainable]\n        return", "cost_nothing"),
     ("prompt's weight not in the score", "(advantages.abs() * prompt_weights[:, None])", "advantages.abs()", "scored"),
     ("A = 0 left out with KL too", "(advantages != 0) | (self.config.beta > 0)", "advantages != 0", "cost_nothing"),
     ("no floor with KL", "floor = self.floor * (self.config.beta > 0)", "floor = 0.0", "full_one"),
@@ -1399,32 +1399,27 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("groups that are not gradable", "pi = pi.masked_fill(missing, 0.0)", "pass", "cost_nothing"),
     ("memory of the pruned lost", "rule.update(", "rule.memory['score'][window] = 0.0; rule.update(", "last_visit"),
     ("window by the number sure to survive", "(pi.cumsum(0) <=", "((pi > 0.9).cumsum(0) <=", "window"),
-    ("only the kept count as seen", "progress.seen += N", "progress.seen += len(prompts)", "every_epoch"),
     ("next window starts anew", "torch.cat(orders)[start :", "torch.cat(orders)[0 :", "every_epoch"),
     ("every epoch the same order", "1_000_003 * seed - 1 - e", "1_000_003 * seed - 1", "every_epoch"),
     ("every step the same seed", "(1_000_003 * config.seed + progress.step)", "(1_000_003 * config.seed)", "anew"),
     ("a biased rule's weights", "kept * N * kept.shape[1] /", "kept * N /", "biased_rule"),
     ("attention across sequences", "position_ids=positions.view_as(input_ids),", "", "boundary"),
-    ("trained positions off by one", "(len(prompt) - 1) + [1] * len(completion) + [0]",
-     "len(prompt) + [1] * len(completion)", "boundary"),
+    ("trained off by one", "- 1) + [1] * len(completion) + [0]", ") + [1] * len(completion)", "boundary"),
     ("every other sequence lost", "            following += 1", "            following += 2", "packed_exactly_once"),
     ("top_k left at its default", "top_k=0, top_p=1.0, ", "top_p=1.0, ", "frequencies"),
     ("the model's own sampling lost", "        model.generation_config = own\n", "        pass\n", "frequencies"),
     ("temperature not in the trained logits", ".float() / temperature)", ".float())", "sample_as"),
     ("dropout in training", "    model.eval()\n\n    def", "    model.train()\n\n    def", "checkpointing"),
     ("clipped on one side", "clamp(1 - down, 1 + up)", "clamp(max=1 + up)", "formula"),
-    ("clipping pessimistic no more", "torch.min(rho * A,", "torch.max(rho * A,", "formula"),
     ("dapo clipped as grpo", "dapo=(0.2, 0.28)", "dapo=(0.2, 0.2)"),
     ("gspo's ratio a sum", "(log_ratio * mask).sum(dim=1) / lengths", "(log_ratio * mask).sum(dim=1)", "formula"),
     ("KL the wrong way round", "ref_logprobs - logprobs", "logprobs - ref_logprobs", "formula"),
-    ("dr_grpo divided by lengths", "Z = config.max_completion_tokens", "Z = lengths", "formula"),
     ("no mean length for dapo", "        Z = m\n", "        Z = 1\n", "dapo_divides"),
     ("dapo's own length", "    m = progress.mean_length or own\n", "    m = own\n", "dapo_divides"),
     ("old policy lost", "if config.inner_epochs > 1:", "if config.inner_epochs > 9:", "anew_for"),
     ("no warm-up", "min(1.0, progress.step / max(1, config.warmup_steps))", "1.0", "warm_up"),
     ("gradient never clipped", "config.max_grad_norm)\n", "1e9)\n", "max_grad_norm"),
     ("weights decay", "weight_decay=0.0", "weight_decay=0.01", "decay"),
-    ("another memory of squares", "betas=(0.9, 0.99)", "betas=(0.9, 0.999)", "decay"),
     ("finished rows mixed up", "rows[live], ids[live]", "rows[:int(live.sum())], ids[live]", "divides_by"),
     ("cache rows not selected", "batch_select_indices(live)", "batch_select_indices(live.flip(0))", "sample_as"),
     ("gradients summed in bfloat16", "master.grad.add_(p.grad)", "(master.grad.bfloat16() + p.grad).float()", "accum"),
