@@ -16,7 +16,7 @@ The upper floor, sections 1 to 5, is the paper. Its last function, dppo_step, is
 may stop there. The lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
 
     N    candidate prompts of a step: its window     A    advantage of a completion
-    B    prompts rolled out of them                  pi   probability of being kept: 1 - P
+    B    those of them that are rolled out           pi   probability of being kept: 1 - P
     G    completions of a prompt: its group          w    importance weight w_q w_qi: of the prompt
     M    completions in a forward pass                    and of the completion, 1/pi or 0 each
     T    tokens of the longest of them               C    share that is kept: kept/total
@@ -198,7 +198,7 @@ class DPPO(GRPOSkip):
 
     def update(self, prompts, rewards, advantages):
         scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing: it taught nothing
-        for prompt, score in zip(prompts.tolist(), scores):  # if twice in a window, the later
+        for prompt, score in zip(prompts.tolist(), scores):  # the later, if an epoch ends
             self.memory["score"][prompt] = score
 
 def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
@@ -217,15 +217,15 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. The draw
     keeps sum(pi) of it, rounded: `limit` prompts or one less. As pi <= 1, the window has at least
-    `limit` prompts. (Both are less if `upcoming` ends first.) N depends on history and order, never
-    on the draw: to go on until enough survive would be biased.
+    `limit` prompts. (If `upcoming` ends first, fewer are kept.) N depends on history and order and
+    never on the draw: to go on until enough survive would be biased.
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
-    a small window counts more, by 2 to 3% at a limit of 32, by more at a smaller one."""
-    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) its result, if 0 < pi <= 1
+    a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
+    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
-    if pi.sum() < 1:  # less than one is expected: make it one, still before the draw
+    if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one, still before the draw
         pi = pi / pi.sum()
     weights = draw(pi, generator)  # (N,)
     window = upcoming[:N]
@@ -239,7 +239,7 @@ def weigh_completions(
 
     Where there is a gradient, E[w_q w_qi] = E[w_q E[w_qi | rollout]] = E[w_q] = 1. So pi of a
     completion may depend on which prompts survived, and on everything else in the rollout."""
-    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G)
+    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) 0: no gradient
     missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
     pi = pi.masked_fill(missing, 0.0)  # a group with a NaN has no loss, neither here nor in L
     w_q = prompt_weights[:, None]  # (B, 1)
@@ -316,7 +316,7 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
         position_ids.append(torch.tensor(positions))
         predicts.append(torch.tensor(predicting))
     input_ids = pad_sequence(input_ids, batch_first=True)  # (slots, tokens of a slot)
-    position_ids = pad_sequence(position_ids, batch_first=True)  # padding is alone at position 0
+    position_ids = pad_sequence(position_ids, batch_first=True)  # each padding token is a sequence
     predicts = pad_sequence(predicts, batch_first=True)
     places = predicts.flatten().nonzero().squeeze(1)  # (completion tokens,) where each is predicted
     targets = input_ids.flatten()[places + 1]  # (completion tokens,)
@@ -343,9 +343,9 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         L_hat = 1/(N G) sum_i w_i l_i
         l_i = 1/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - down, 1 + up) A_i) + beta KL_t]
 
-    With w = 1 this is the full loss L. The draws know l only through pi, so E[w l] = E[l], also
-    with clipping and KL, which the paper's proof leaves out. The paper averages over what is kept,
-    and rescales by C/(1 - P), C = kept/total. It is the same estimator (Horvitz-Thompson):
+    With w = 1 this is the full loss L. Given pi, the draws do not depend on l, so E[w l] = E[l],
+    also with clipping and KL, which the paper's proof leaves out. The paper averages over what is
+    kept, and rescales by C/(1 - P), C = kept/total. It is the same (Horvitz-Thompson) estimator:
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G).
 
     logprobs, old_logprobs, ref_logprobs (None without beta): (M, T); lengths, advantages, weights:
@@ -378,8 +378,8 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
 def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor,
                weights: torch.Tensor, N: int, m: float, config, old=None, ref=None) -> dict:
     """One update on what was kept -> metrics: packs it, sums the gradient over micro-batches, and
-    applies it. The gradient is unbiased. The update is not: Adam and the clipping of the gradient's
-    norm are not linear.
+    applies it. Even if the gradient is unbiased, the update is not: Adam and the clipping of the
+    gradient's norm are not linear.
 
     sequences: the (prompt ids, completion ids) of all completions; advantages, weights: one number
     for each; old, ref: from frozen_logprobs. Without `old`, the policy that sampled is the one
@@ -413,7 +413,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
 
 def running_length(progress, completions: list, prompt_weights: torch.Tensor) -> float:
     """m, a running mean of the completions' length over the steps before this one, known before any
-    draw of this one. The first step takes its own, known before its draw of completions."""
+    draw of this one. The first step takes its own, since no prompt is pruned without history."""
     lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
     own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
     m = progress.mean_length or own
