@@ -596,7 +596,8 @@ def apply_update(model, optimizer, means, config):
     if finite and values[-1] > 0:
         optimizer.step()
         for p, master in zip(model.parameters(), masters):
-            p.data.copy_(master)
+            if p is not master:
+                p.data.copy_(master)
     optimizer.zero_grad()
     names = ("entropy", "clip_fraction", "kl", "grad_norm")
     return dict(zip(names, values if finite else [None] * 4), skipped=int(not finite))
