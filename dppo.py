@@ -43,7 +43,6 @@ import pkgutil
 import random
 import re
 import shlex
-import shutil
 import sys
 import time
 import traceback
@@ -64,19 +63,19 @@ from tqdm import tqdm
 # ==== The upper floor: the paper ==================================================================
 # ---- 1. Settings
 
-def setting(default, text: str, least: float = 0):
-    """A field of Settings, with its line of --help and the least value that a number may have."""
-    return field(default=default, metadata={"help": text, "least": least})
+def setting(default, text: str, least: float = 0, most: float = 1e15):
+    """A field of Settings, with its line of --help and the bounds of a number."""
+    return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 @dataclass
 class Settings:
     """The method's settings. Config, on the lower floor, adds those of model, data and run, checks
-    them all (rates: at most 0.99), and replaces None by a default that fits the task."""
+    them all, and replaces None by a default that fits the task."""
 
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
-    prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9")
-    completion_prune_rate: float = setting(0.7, "r_o")
+    prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9", most=0.99)
+    completion_prune_rate: float = setting(0.7, "r_o", most=0.99)
     prompts_per_step: int = setting(32, "prompts rolled out in a step, at most", least=1)
     group_size: int = setting(8, "G, completions of each prompt", least=2)
     inner_epochs: int = setting(1, "updates on each rollout", least=1)
@@ -213,7 +212,7 @@ def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
     return torch.cat(orders)[start : start + prompt_count]
 
 def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torch.Generator):
-    """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
+    """Prompt-level pruning: (all,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. The draw
     keeps sum(pi) of it, rounded: `limit` prompts or one less. As pi <= 1, the window has at least
@@ -222,7 +221,9 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
     a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
-    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
+    pi = checked(rule.prompt_probabilities)  # (all prompts,) raises unless 0 < pi <= 1
+    longest = (limit / pi.min()).clamp(max=len(upcoming))  # of all windows that are possible
+    pi = pi[upcoming[: int(longest) + 1]]  # (at most longest + 1,)
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
     if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one, still before the draw
@@ -284,9 +285,9 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
     are lists of indices), and the density: the share of the slots that is filled.
 
     Attention in a slot costs its length squared, so a slot is only as long as the longest
-    sequence, and a micro-batch has several."""
+    sequence, rounded up to a multiple of 8, and a micro-batch has several."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
-    capacity = max(lengths, default=1)
+    capacity = math.ceil(max(lengths, default=1) / 8) * 8
     slots = []
     for slot in pack(lengths, capacity):
         slots.append([indices[j] for j in slot])
@@ -297,33 +298,28 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
 # ---- 4. Loss and update
 
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
-    """A forward pass over packed slots -> (M, T) log-probabilities and (M, T) entropies (without
-    gradient) of the completion tokens, 0 after the end; a row for each sequence, in slot order.
+    """A forward pass over packed slots -> (M, T) log-probabilities of the completion tokens, 0 after
+    the end, a row for each sequence in slot order; and (completion tokens,) entropies, for metrics.
 
     Position ids start again at 0 with each sequence. From that, transformers makes the mask
     block-diagonal: attention never crosses a boundary."""
-    input_ids, position_ids, predicts, lengths = [], [], [], []
+    rows, lengths = [], []
     for slot in slots:
-        tokens, positions, predicting = [], [], []
+        tokens, positions, predicts = [], [], []
         for i in slot:
             prompt, completion = sequences[i]
             tokens += prompt + completion
             positions += range(len(prompt) + len(completion))
             # The last token of the prompt predicts the first of the completion, and so on.
-            predicting += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
+            predicts += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
             lengths.append(len(completion))
-        input_ids.append(torch.tensor(tokens))
-        position_ids.append(torch.tensor(positions))
-        predicts.append(torch.tensor(predicting))
-    input_ids = pad_sequence(input_ids, batch_first=True)  # (slots, tokens of a slot)
-    position_ids = pad_sequence(position_ids, batch_first=True)  # each padding token is a sequence
-    predicts = pad_sequence(predicts, batch_first=True)
+        rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
+    rows = pad_sequence(rows, batch_first=True)  # (slots, L, 3) each padding token is a sequence
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % 8))  # L is a multiple of 8
+    input_ids, position_ids, predicts = rows.unbind(dim=2)  # (slots, L)
     places = predicts.flatten().nonzero().squeeze(1)  # (completion tokens,) where each is predicted
-    targets = input_ids.flatten()[places + 1]  # (completion tokens,)
-    logprobs, entropies = token_logprobs(
-        model, input_ids, position_ids, places, targets, temperature)  # (completion tokens,)
-    return (pad_sequence(logprobs.split(lengths), batch_first=True),
-            pad_sequence(entropies.split(lengths), batch_first=True))
+    logprobs, entropies = token_logprobs(model, input_ids, position_ids, places, temperature)
+    return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
 
 @torch.no_grad()
 def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config) -> dict:
@@ -466,9 +462,9 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
         ref = frozen_logprobs(reference, sequences, trained, config)
 
     # 5. Pack what is kept, and update.
-    warm_up = min(1.0, progress.step / max(1, config.warmup_steps))
+    learning_rate = config.learning_rate * min(1.0, progress.step / max(1, config.warmup_steps))
     for parameters in optimizer.param_groups:
-        parameters["lr"] = warm_up * config.learning_rate
+        parameters["lr"] = learning_rate
     updates = []
     for weights in draws:
         updates.append(train_step(model, optimizer, sequences, advantages.flatten(), weights,
@@ -476,45 +472,42 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
     return dict(
         N=N, examples=examples, completions=completions, rewards=rewards, advantages=advantages,
         prompt_weights=prompt_weights, weights=draws[-1].view_as(rewards), updates=updates,
-        rollout_seconds=rollout_seconds, seconds=time.perf_counter() - clock)
+        learning_rate=learning_rate, rollout_seconds=rollout_seconds,
+        train_seconds=time.perf_counter() - clock - rollout_seconds)
 
 # ==== The lower floor: what the paper stands on ===================================================
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # but see make_optimizer
-LOGIT_CHUNK = 1024  # tokens whose logits exist at a time: 0.6 GB in float32 with Qwen's vocabulary
+NATIVE = DEVICE == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # not a T4 or V100
+DTYPE = torch.bfloat16 if NATIVE else torch.float32  # but see make_optimizer
+LOGIT_CHUNK = 512  # tokens whose logits exist at a time: with Qwen's vocabulary three float32 copies of 0.3 GB
 
 # ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
     """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score; as many as keep_probabilities.
     Pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least where pi is
     proportional to the norm |g| (Neyman allocation), which is nearly proportional to |A|."""
-    keep = keep_probabilities(scores, rate).sum().round()
-    scores = scores.double().nan_to_num(nan=math.inf)
-    low, high = 0.0, 1e12
-    for _ in range(100):  # bisection: the sum of pi grows with c
+    keep = int(keep_probabilities(scores, rate).sum().round())
+    if keep == 0:
+        return scores
+    unknown = scores.isnan()
+    scores = scores.double().masked_fill(unknown, 1e9)
+    pi, low = torch.empty_like(scores), 0.0
+    high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=1e-12)  # with this c, `keep` have pi = 1
+    for _ in range(40):  # bisection: sum(pi) grows with c
         c = (low + high) / 2
-        low, high = (c, high) if (c * scores).clamp(floor, 1).sum() < keep else (low, c)
-    return (high * scores).clamp(floor, 1)
+        low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
+    return (high * scores).clamp(floor, 1).masked_fill(unknown, 1.0)
 
 class OptimalDPPO(GRPOSkip):
     """A completion's score is |A| times the weight of its prompt, as its gradient enters. A prompt's score is the root
     mean square of A that its next group should have."""
-    remembers = {"visits": 0.0, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed over visits with decay
+    remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed with decay
     floor = 0.07  # of pi, where what looks useless may have a gradient: there, weights are at most 15
     prior = 0.05  # of a prompt's success rate, a Beta prior: most are solved nearly always or nearly never
     decay = 0.8  # what a visit still counts one visit later, since the policy changes
 
     def prompt_probabilities(self):
-        """At success rate p the mean of A^2 is p (1 - p). Scaled by the std it is 1, or 0 if all G are right or wrong:
-        1 - p^G - (1 - p)^G. For p from Beta(a, b), E[p^G] is the product over i < G of (a + i)/(a + b + i)."""
-        a, b = self.prior + self.memory["right"], self.prior + self.memory["wrong"]
-        if self.config.objective == "dr_grpo":
-            square = a * b / ((a + b) * (a + b + 1))
-        else:
-            i = torch.arange(self.config.group_size)
-            square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
-        scores = square.sqrt().masked_fill(self.memory["visits"] == 0, math.nan)
-        return optimal_probabilities(scores, self.config.prompt_prune_rate, self.floor)
+        return optimal_probabilities(self.memory["score"], self.config.prompt_prune_rate, self.floor)
 
     def completion_probabilities(self, advantages, prompt_weights):
         trainable, pi = self.has_gradient(advantages), torch.zeros_like(advantages)
@@ -524,14 +517,21 @@ class OptimalDPPO(GRPOSkip):
         return pi
 
     def update(self, prompts, rewards, advantages):
+        """At success rate p the mean of A^2 is p (1 - p). Scaled by the std it is 1, or 0 if all G are right or wrong:
+        1 - p^G - (1 - p)^G. For p from Beta(a, b), E[p^G] is the product over i < G of (a + i)/(a + b + i)."""
         if ((rewards < 0) | (rewards > 1)).any():
             warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # shown once
-        for prompt, group in zip(prompts.tolist(), rewards):
-            self.memory["visits"][prompt] += 1
+        right, wrong = self.memory["right"], self.memory["wrong"]
+        for q, group in zip(prompts.tolist(), rewards.clamp(0, 1)):
             if not group.isnan().any():  # else it says nothing about successes
-                right = group.clamp(0, 1).sum()
-                self.memory["right"][prompt] = self.decay * self.memory["right"][prompt] + right
-                self.memory["wrong"][prompt] = self.decay * self.memory["wrong"][prompt] + (len(group) - right)
+                right[q] = self.decay * right[q] + group.sum()
+                wrong[q] = self.decay * wrong[q] + (1 - group).sum()
+        a, b = self.prior + right[prompts], self.prior + wrong[prompts]  # (B,)
+        i = torch.arange(self.config.group_size)
+        square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
+        if self.config.objective == "dr_grpo":
+            square = a * b / ((a + b) * (a + b + 1))
+        self.memory["score"][prompts] = square.sqrt()
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": OptimalDPPO}
 
@@ -548,57 +548,68 @@ def checked(method, *inputs):
 def named(option, name, known):
     """A rule or reward by its name, or a user's own as package.module:name."""
     if name not in known and ":" not in name:
-        raise ValueError(f"--{option} {name}: neither one of {', '.join(known)} nor package.module:name")
+        raise ValueError(f"--{option} {name}: not one of {', '.join(known)}, nor package.module:name")
     return known.get(name) or pkgutil.resolve_name(name)
 
 # ---- 7. The model: forward pass, optimizer, rollout
-def token_logprobs(model, input_ids, position_ids, places, targets, temperature):
-    """(slots, L) token and position ids, (K,) places in their flat order, (K,) ids -> (K,) log-probabilities of these,
+def token_logprobs(model, input_ids, position_ids, places, temperature):
+    """(slots, L) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow them,
     (K,) entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
-    ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places, targets])  # one copy to the device
-    sizes = [input_ids.numel()] * 2 + [len(targets)] * 2
-    ids, positions, places, targets = ids.to(model.device, non_blocking=True).split(sizes)
+    ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places])  # one copy to the device
+    ids, positions, places = ids.to(model.device, non_blocking=True).split([input_ids.numel()] * 2 + [len(places)])
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
         module.training = getattr(module, "gradient_checkpointing", False)
     hidden = model.get_decoder()(input_ids=ids.view_as(input_ids), position_ids=positions.view_as(input_ids),
                                  use_cache=False).last_hidden_state.flatten(0, 1)[places]
     model.eval()
+    entropies = []
 
-    def of_chunk(hidden, targets):
-        logprobs = (model.get_output_embeddings()(hidden).float() / temperature).log_softmax(dim=-1)
-        entropy = torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    def of_chunk(number, hidden, targets):
+        logprobs = model.get_output_embeddings()(hidden).float().div_(temperature).log_softmax(dim=-1)
+        if number == len(entropies):  # not again in the backward pass
+            entropies.append(torch.special.entr(logprobs.detach().exp()).sum(dim=-1))
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1)
 
-    chunks = zip(hidden.split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))
-    results = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*results))
+    chunks = enumerate(zip(hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK)))
+    logprobs = [checkpoint(of_chunk, number, *chunk, use_reentrant=False, preserve_rng_state=False)
+                for number, chunk in chunks]
+    return torch.cat(logprobs), torch.cat(entropies)
 
 def make_optimizer(model, config):
     """AdamW on float32: updates of bfloat16 weights at a learning rate of 1e-6 would round away. So each has a float32
     master, which sums its gradients and is copied back."""
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
-    return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+
+def with_masters(model, optimizer):
+    """Pairs of a weight and its master, of all weights that have one."""
+    return [pair for pair in zip(model.parameters(), optimizer.param_groups[0]["params"]) if pair[0] is not pair[1]]
 
 def collect_gradients(model, optimizer):
-    """Adds the gradients of a micro-batch to those of the float32 masters."""
-    for p, master in zip(model.parameters(), optimizer.param_groups[0]["params"]):
-        if p is not master and p.grad is not None:
-            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
-            p.grad = None
+    """Adds the gradients of a micro-batch to those of the masters."""
+    pairs = [(p, master) for p, master in with_masters(model, optimizer) if p.grad is not None]
+    if pairs:
+        torch._foreach_add_([master.grad for _, master in pairs], [p.grad for p, _ in pairs])
+    for p, _ in pairs:
+        p.grad = None
+
+def copy_masters(model, optimizer):
+    """Rounds the masters to the weights of the model."""
+    if pairs := with_masters(model, optimizer):
+        torch._foreach_copy_([p.data for p, _ in pairs], [master.data for _, master in pairs])
 
 def apply_update(model, optimizer, means, config):
     """Clips the gradient and makes the step -> metrics. Two updates are left out: one that is not finite (`skipped`),
     and one of gradient 0, which would move on Adam's momentum alone."""
-    masters = optimizer.param_groups[0]["params"]
-    grad_norm = torch.nn.utils.clip_grad_norm_(masters, config.max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], config.max_grad_norm)
     values = torch.stack([*means, grad_norm.to(means)]).tolist()
     finite = math.isfinite(sum(values))
     if finite and values[-1] > 0:
         optimizer.step()
-        for p, master in zip(model.parameters(), masters):
-            if p is not master:
-                p.data.copy_(master)
-    optimizer.zero_grad()
+        copy_masters(model, optimizer)
+    optimizer.zero_grad(set_to_none=False)
     names = ("entropy", "clip_fraction", "kl", "grad_norm")
     return dict(zip(names, values if finite else [None] * 4), skipped=int(not finite))
 
@@ -606,69 +617,66 @@ def rollout(task, examples, samples, config, bar=""):
     """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
     completions, size = [], max(1, config.rollout_batch_size // samples)
     for start in tqdm(range(0, len(examples), size), bar, leave=False, disable=not bar):
-        ids = generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)[0]
+        ids, _ = generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)
         completions += [ids[i:i + samples] for i in range(0, len(ids), samples)]
     return completions
 
 @torch.no_grad()
 def generate(task, prompts, samples, config, scores=False):
     """Lists of ids -> `samples` completions of each, side by side, and with `scores` their log-probabilities. A prompt
-    is read once for all its samples. model.generate goes on until its last row has ended, so it is called in eight
-    parts, and rows that have ended leave in between. Qwen's own generation_config has a top_k and a repetition penalty,
+    is read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts,
+    and rows that have ended leave in between. Qwen's own generation_config has a top_k and a repetition penalty,
     another policy than the one trained, so the model has a clean one meanwhile."""
-    model, ends, own = task.model, task.end_ids(), task.model.generation_config
+    model, own = task.model, task.model.generation_config
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
-    cache = transformers.DynamicCache(config=model.config)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-    if inputs["input_ids"].shape[1] > 1:  # all but the last token: model.generate starts by reading that one
+    cache, start = transformers.DynamicCache(config=model.config), inputs["input_ids"].shape[1]
+    if start > 1:  # all but the last token: model.generate starts by reading that one
         model.get_decoder()(**{k: x[:, :-1] for k, x in inputs.items()}, past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(samples)
     ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
+    rows, ends = torch.arange(len(ids), device=ids.device), ids.new_tensor(task.end_ids())
     tokens = torch.full((len(ids), config.max_completion_tokens), -1, device=ids.device)
-    rows, stop, logprobs = torch.arange(len(ids), device=ids.device), ids.new_tensor(ends), tokens.float()
+    logprobs = tokens.float()
     try:
         model.generation_config = transformers.GenerationConfig(
-            do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=ends or None,
+            do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
             pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-        for part in torch.arange(config.max_completion_tokens).chunk(8):
+        for part in torch.arange(config.max_completion_tokens).chunk(6):
             output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
-            ids, new = output.sequences, slice(part[0], part[0] + output.sequences.shape[1] - mask.shape[1])
-            tokens[rows, new] = ids[:, mask.shape[1]:]
+            ids, old, new = output.sequences, mask.shape[1] - start, output.sequences.shape[1] - start
+            tokens[rows, :new] = ids[:, start:]
             if scores:
-                logprobs[rows, new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
-            live = ~torch.isin(tokens[rows], stop).any(dim=1)
-            cache.batch_select_indices(live)
-            mask = torch.nn.functional.pad(mask[live], (0, ids.shape[1] - mask.shape[1]), value=1)
-            rows, ids = rows[live], ids[live]
-            if len(rows) == 0:
+                logprobs[rows, old:new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
+            live = ~torch.isin(tokens[rows], ends).any(dim=1)
+            if not live.any():
                 break
+            cache.batch_select_indices(live)
+            rows, ids, mask = rows[live], ids[live], torch.nn.functional.pad(mask[live], (0, new - old), value=1)
     finally:
         model.generation_config = own
-    ended = torch.isin(tokens, stop)
+    ended = torch.isin(tokens, ends)
     lengths = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
-    return tuple([row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs))
+    return [[row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs)]
 
 @torch.no_grad()
 def check_sampling(task, config):
-    """Raises ValueError where the policy trained is not the one that samples, which rho = 1 would hide. Logits must be
-    the model's own: some scale or cap them. The log-probabilities of a few sampled tokens must be those of
-    completion_logprobs, in one slot and in two; on average, since bfloat16 is coarse."""
+    """Raises ValueError where the policy trained is not the one that samples, which rho = 1 would hide: the logits must
+    be the head's, neither scaled nor capped, and the log-probabilities of a few sampled tokens those of
+    completion_logprobs, in one slot and in two, on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
     model, prompts = task.model, [e["prompt_ids"] for e in task.train[:2] for _ in range(4)]
-    short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
     try:
         ids = torch.tensor(prompts[:1], device=model.device)
         logits, hidden = model(ids).logits, model.get_decoder()(ids).last_hidden_state
-        difference = (model.get_output_embeddings()(hidden) - logits).abs().max() / logits.abs().max()
-        if not difference <= 1e-3:  # NaN fails too
-            raise ValueError(f"it scales or caps its logits, by up to {difference:.1%}")
+        if not (model.get_output_embeddings()(hidden) - logits).abs().max() <= 1e-3 * logits.abs().max():  # nor NaN
+            raise ValueError("it scales or caps its logits")
+        short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
         completions, logprobs = generate(task, prompts[::4], 4, short, scores=True)
-        sampled = [torch.tensor(row, device=model.device) for row in logprobs]
-        indices = [*range(len(prompts))]
-        for slots in ([indices], [indices[::2], indices[1::2]]):
+        for slots in ([[*range(len(prompts))]], [[*range(0, len(prompts), 2)], [*range(1, len(prompts), 2)]]):
             trained, _ = completion_logprobs(model, [*zip(prompts, completions)], slots, config.temperature)
-            expected = pad_sequence([sampled[i] for i in sum(slots, [])], batch_first=True)
-            difference = (trained - expected).abs().sum() / sum(map(len, sampled))
+            sampled = pad_sequence([trained.new_tensor(logprobs[i]) for i in sum(slots, [])], batch_first=True)
+            difference = (trained - sampled).abs().sum() / sum(map(len, completions))
             if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
     except Exception as error:  # also inside models without the cache or the layers that this needs
@@ -708,7 +716,7 @@ def reward_of(read, gold):
     """A reward function: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
     def reward(prompts, completions, answer, **columns) -> list[float | None]:
         texts = (c if isinstance(c, str) else c[-1]["content"] for c in completions)  # chat: one assistant message
-        golds = (None if a is None else gold(str(a)) for a in answer)
+        golds = (gold(str(a)) if isinstance(a, (str, int, float)) else None for a in answer)
         return [None if g in (None, "") else float(read(text) == g) for text, g in zip(texts, golds)]
     return reward
 
@@ -737,10 +745,7 @@ class Task:
 def load_task(config) -> Task:
     """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
-        if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
-            raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.model, padding_side="left", trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         train = load_examples(config.dataset, "train", config, tokenizer)
         held_out = 0 if config.eval_dataset else min(config.eval_prompts, len(train) // 5)
@@ -754,14 +759,15 @@ def load_task(config) -> Task:
     for name, trial in {"the training data": train[:100], **evals}.items():
         if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
             raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
-    task.model = model = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model or warm_started(tokenizer), dtype=DTYPE, attn_implementation="sdpa",
-        trust_remote_code=False).to(DEVICE).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=DTYPE, attn_implementation="sdpa") if config.model else warm_started(tokenizer)
+    task.model = model.to(DEVICE, DTYPE).eval()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     longest = max(len(e["prompt_ids"]) for e in sum(evals.values(), train)) + config.max_completion_tokens
-    if longest > (limit := getattr(model.config.get_text_config(), "max_position_embeddings", longest)):
-        raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {limit} positions")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > positions:
+        raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {positions} positions")
     check_sampling(task, config)
     print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE}")
     return task
@@ -794,22 +800,21 @@ def load_examples(spec: str, split: str, config, tokenizer) -> list[dict]:
         if not found and (column == "prompt" or config.reward in REWARDS):  # a reward of one's own needs no answer
             raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}: --{column}_column names one")
         columns[column] = flat[found[0]] if found else [None] * len(rows)
-    template, system, examples = json.loads(config.chat_template_kwargs), config.system_prompt, []
+    template, examples = json.loads(config.chat_template_kwargs), []
     for row, prompt, answer in zip(rows, columns["prompt"], columns["answer"]):
         if not prompt:
             continue
-        if config.reward in REWARDS and isinstance(answer, (list, dict)):
-            raise ValueError(f"{spec} has an answer that --reward {config.reward} cannot read: {answer}")
         if tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if system:
-                prompt = [{"role": "system", "content": system}, *(m for m in prompt if m["role"] != "system")]
+            if config.system_prompt:
+                others = [message for message in prompt if message["role"] != "system"]
+                prompt = [{"role": "system", "content": config.system_prompt}, *others]
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
         else:
-            prompt = system + "\n\n" + prompt if system else prompt
+            prompt = config.system_prompt + "\n\n" + prompt if config.system_prompt else prompt
             ids = tokenizer(prompt)["input_ids"]
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-        if 0 < len(ids) <= config.max_prompt_tokens:  # rewards written for TRL expect the answer under either name
+        if 0 < len(ids) <= config.max_prompt_tokens:  # TRL's rewards expect the answer under either name
             examples.append({**row, "prompt": prompt, "prompt_ids": ids, "answer": answer, "solution": answer})
     if not examples:
         raise ValueError(f"{spec} has no prompts of at most --max_prompt_tokens {config.max_prompt_tokens}")
@@ -839,17 +844,18 @@ def sorting_data(config) -> tuple:
     random.Random(0).shuffle(train)
     return train, evals, tokenizer
 
-def warm_started(tokenizer) -> Path:
-    """The folder, in the user's cache, of a model taught by noisy demonstrations. The first run makes it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo", "sorter-1")  # 1: this recipe
-    if folder.exists():
-        return folder
+def warm_started(tokenizer):
+    """A model taught by noisy demonstrations, which the first run makes and keeps in the user's cache."""
     transformers.set_seed(0)
-    rng, steps, config = random.Random(0), 400, Config(group_size=64, learning_rate=2e-3, temperature=1.0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, hidden_size=128, intermediate_size=256, head_dim=32,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         tie_word_embeddings=True))
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo", "sorter-2.pt")  # 2: this recipe
+    if kept.exists():
+        model.load_state_dict(torch.load(kept, weights_only=True))
+        return model
+    rng, steps, config = random.Random(0), 400, Config(group_size=64, learning_rate=2e-3, temperature=1.0)
     optimizer, ones = make_optimizer(model, config), torch.ones(config.group_size)
     for step in tqdm(range(steps), desc="warm start, the first time only"):
         sequences = []
@@ -860,18 +866,16 @@ def warm_started(tokenizer) -> Path:
         optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / steps)
         # Supervised learning is a policy gradient on others' answers, all with advantage 1; here, of one group.
         train_step(model, optimizer, sequences, ones, ones, 1, 1.0, config)
-    model.save_pretrained(partial := folder.with_suffix(f".{os.getpid()}"))
-    try:
-        partial.rename(folder)  # never half a model under this name
-    except OSError:  # another run was first, with the same model
-        shutil.rmtree(partial)
-    return folder
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), partial)
+    partial.replace(kept)  # never half a model under this name
+    return model
 
 # ---- 10. Runs: all settings, evaluation, metrics, checkpoints, the loop, the command line
 EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
 HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
-FIXED = ("model", "eval_dataset", "eval_prompts", "eval_samples")  # what a resumed run cannot change
-MOST = dict(prompt_prune_rate=0.99, completion_prune_rate=0.99, seed=2**32 - 1)  # of numbers
+FIXED = ("method", "model", "eval_dataset", "eval_prompts", "eval_samples")  # what a resumed run cannot change
 GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps="training", eval_dataset="run")
 
 @dataclass
@@ -895,33 +899,31 @@ class Config(Settings):
     eval_prompts: int = setting(256, "of each evaluation set, at most")
     eval_samples: int = setting(4, "k of avg@k and pass@k", least=1)
     eval_every: int = setting(0, "steps between evaluations, beside those before and after")
-    seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
+    seed: int = setting(0, "of the prompts' order, the rollouts and the draws", most=2**32 - 1)
     output_dir: str = setting("", "the run's own folder; none: a new one under runs/")
     save_every: int = setting(50, "steps between checkpoints, beside the one after the last")
+    history: str = setting("", "folder of an earlier run on the same data: start with its memory of the prompts")
     resume: str = setting("", "folder of a run that goes on, with its settings but for those given beside it")
 
     def __post_init__(self):
-        self.given = {name: value for name, value in asdict(self).items() if name not in ("output_dir", "resume")}
         self.rule = named("method", self.method, RULES)
         defaults = (HUB if self.model else EMBEDDED) | dict(prompt_prune_rate=0.9 if self.rule is OptimalDPPO else 0.7)
         for option in fields(self):
             if getattr(self, option.name) is None:
                 setattr(self, option.name, defaults[option.name])
-            value, most = getattr(self, option.name), MOST.get(option.name, 1e15)
-            if option.type in (int, float) and not option.metadata["least"] <= value <= most:  # NaN fails too
-                raise ValueError(f"--{option.name} {value} must lie in [{option.metadata['least']}, {most}]")
+            value, (_, least, most) = getattr(self, option.name), option.metadata.values()
+            if option.type in (int, float) and not least <= value <= most:  # NaN fails too
+                raise ValueError(f"--{option.name} {value} must lie in [{least}, {most}]")
         if self.objective not in CLIPPING:
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
-        if self.model and not self.dataset:
-            raise ValueError("--model needs --dataset")
-        for name in ("dataset", "eval_dataset", "system_prompt", "chat_template_kwargs"):
-            if not self.model and getattr(self, name) not in ("", "{}"):
-                raise ValueError(f"--{name} needs --model")
-        if self.resume and self.output_dir not in ("", self.resume):
-            raise ValueError("--resume goes on in its own folder: leave out --output_dir")
+        for name in ("resume", "history"):
+            folder = getattr(self, name)
+            if folder and not Path(folder, "checkpoint.pt").exists():
+                raise ValueError(f"--{name} {folder}: there is no checkpoint")
+        of_data = self.dataset + self.eval_dataset + self.system_prompt + self.chat_template_kwargs.strip("{}")
+        if self.model and not self.dataset or of_data and not self.model:
+            raise ValueError("--model and --dataset need each other, other settings of data need both")
         self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        if self.model and Path(self.model).resolve() == Path(self.output_dir, "model").resolve():
-            raise ValueError(f"--model {self.model} would be overwritten by the run; give another --output_dir")
 
 def evaluate(task, config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of all of them; None if not graded."""
@@ -935,97 +937,112 @@ def evaluate(task, config) -> dict:
     return {"accuracy": mean(torch.cat(graded)), **sets}
 
 def step_record(task, progress, step) -> tuple[dict, dict]:
-    """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of reward and
-    length are weighted, so they speak of the whole window."""
-    rewards, prompt_weights, weights, updates = (step[x] for x in ("rewards", "prompt_weights", "weights", "updates"))
+    """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of rewards and
+    completions are weighted by prompt, so they speak of the whole window."""
+    rewards, prompt_weights, completions = step["rewards"], step["prompt_weights"], step["completions"]
     graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
-    r, w = rewards[graded], prompt_weights[graded]
-    lengths = torch.tensor([[len(ids) for ids in group] for group in step["completions"]], dtype=torch.float64)
-    cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in step["completions"]])
-    means = dict(
-        reward=w @ r.mean(dim=1) / w.sum(), zero_variance_fraction=(r == r[:, :1]).all(dim=1).double().mean(),
-        completion_length=prompt_weights @ lengths.mean(dim=1) / prompt_weights.sum(), truncated_fraction=cut.mean(),
-        weight_max=weights.max(), effective_sample_size=weights.sum() ** 2 / (weights ** 2).sum())
-    means = {name: value.nan_to_num().item() for name, value in means.items()}
-    for name in updates[0]:  # the mean of several updates
-        values = [update[name] for update in updates if update[name] is not None]
-        means[name] = sum(values) / len(values) if values else None
+    lengths = torch.tensor([[len(ids) for ids in group] for group in completions], dtype=torch.float64)
+    cut = torch.tensor([[ids[-1] not in ends for ids in group] for group in completions])
+    equal = (rewards == rewards[:, :1]).all(dim=1)
+
+    def over_window(values, of):
+        w = prompt_weights[of]
+        return (w @ values[of].double() / w.sum()).nan_to_num().item()
+
     record = dict(
-        step=progress.step, prompts_seen=step["N"], prompts_rolled=len(rewards),
-        ungradable_prompts=len(rewards) - len(r), **means,
-        rollout_seconds=step["rollout_seconds"], train_seconds=step["seconds"] - step["rollout_seconds"],
-        seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
+        step=progress.step, learning_rate=step["learning_rate"], prompts_seen=step["N"], prompts_rolled=len(rewards),
+        prompts_pruned=step["N"] - len(prompt_weights), ungradable_prompts=int((~graded).sum()),
+        reward=over_window(rewards.mean(dim=1), graded), zero_variance_fraction=over_window(equal, graded),
+        completion_length=over_window(lengths.mean(dim=1), lengths[:, 0] > 0),
+        truncated_fraction=over_window(cut.double().mean(dim=1), lengths[:, 0] > 0),
+        weight_max=step["weights"].max().item(),
+        effective_sample_size=(step["weights"].sum() ** 2 / (step["weights"] ** 2).sum()).nan_to_num().item())
+    for name in step["updates"][0]:  # the mean of several updates
+        values = [update[name] for update in step["updates"] if update[name] is not None]
+        record[name] = sum(values) / len(values) if values else None
+    record |= dict(
+        rollout_seconds=step["rollout_seconds"], train_seconds=step["train_seconds"],
+        cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
     return record, dict(
         step=progress.step, prompt=step["examples"][0]["prompt"], answer=step["examples"][0].get("answer"),
-        completions=task.tokenizer.batch_decode(step["completions"][0]), prompt_weight=prompt_weights[0].item(),
+        completions=task.tokenizer.batch_decode(completions[0]), prompt_weight=prompt_weights[0].item(),
         rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
-        advantages=step["advantages"][0].tolist(), weights=weights[0].tolist())
+        advantages=step["advantages"][0].tolist(), weights=step["weights"][0].tolist())
 
-def save_checkpoint(run, out: Path):
+def save_checkpoint(run):
     """Writes all that a run needs to go on, and then replaces the last checkpoint."""
     run.progress.sizes = [file.tell() for file in run.files]
-    with (out / "partial.pt").open("wb") as file:
-        torch.save(dict(progress=vars(run.progress), data=run.data, memory=run.rule.memory,
-                        fixed={name: getattr(run.config, name) for name in FIXED},
-                        optimizer=run.optimizer.state_dict(), weights=run.optimizer.param_groups[0]["params"]), file)
+    state = dict(progress=vars(run.progress), fixed=run.fixed, memory=run.rule.memory,
+                 optimizer=run.optimizer.state_dict(), weights=run.optimizer.param_groups[0]["params"])
+    with (run.out / "partial.pt").open("wb") as file:
+        torch.save(state, file)
         os.fsync(file.fileno())
-    (out / "partial.pt").replace(out / "checkpoint.pt")  # if killed, the last one is whole
+    (run.out / "partial.pt").replace(run.out / "checkpoint.pt")  # if killed, the last one is whole
 
-def load_checkpoint(run, out: Path):
-    """Takes a run up where its checkpoint was written. Raises ValueError if that was another run's."""
-    saved = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)  # nothing in it is executed
-    masters = run.optimizer.param_groups[0]["params"]
-    same = {name: saved["fixed"][name] == getattr(run.config, name) for name in FIXED}
-    same |= dict(data=saved["data"] == run.data, method=saved["memory"].keys() == run.rule.memory.keys(),
-                 weights=[p.shape for p in saved["weights"]] == [p.shape for p in masters])
-    if not all(same.values()):
-        raise ValueError(f"--resume {out}: not the {min(same, key=same.get)} of the run")
-    for file, size in zip(run.files, saved["progress"]["sizes"]):
+def read_checkpoint(run, option, names) -> dict:
+    """The checkpoint in the folder of an option, and its memory into the rule. Raises ValueError if it is of a run that
+    differs in one of `names`."""
+    folder = getattr(run.config, option)
+    saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)  # it executes nothing
+    for name in names:
+        if saved["fixed"][name] != run.fixed[name]:
+            raise ValueError(f"--{option} {folder}: its {name} is not that of this run")
+    run.rule.memory = saved["memory"]
+    return saved
+
+def load_checkpoint(run):
+    """Takes a run up where its checkpoint was written."""
+    saved = read_checkpoint(run, "resume", run.fixed)
+    sizes = saved["progress"]["sizes"]
+    for file, size in zip(run.files, sizes):
         if file.tell() < size:
-            raise ValueError(f"--resume {out}: {file.name} is shorter than it was at the checkpoint")
-    for file, size in zip(run.files, saved["progress"]["sizes"]):
-        file.truncate(size)  # what came after the checkpoint comes again
-    run.progress, run.rule.memory = SimpleNamespace(**saved["progress"]), saved["memory"]
+            raise ValueError(f"--resume {run.out}: {file.name} is shorter than it was at the checkpoint")
+    run.progress = SimpleNamespace(**saved["progress"])
     run.optimizer.load_state_dict(saved["optimizer"])
-    for p, master, weight in zip(run.task.model.parameters(), masters, saved["weights"]):
-        p.data.copy_(weight)
+    for master, weight in zip(run.optimizer.param_groups[0]["params"], saved["weights"], strict=True):
         master.data.copy_(weight)
+    copy_masters(run.task.model, run.optimizer)
+    for file, size in zip(run.files, sizes):
+        file.truncate(size)  # what came after the checkpoint comes again
 
 def start(config, task=None) -> SimpleNamespace:
     """A run that is ready for its next step."""
     out = Path(config.output_dir)
-    if config.resume and not (out / "checkpoint.pt").exists():
-        raise ValueError(f"--resume {out}: there is no checkpoint to go on from")
     out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
-    files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
-    taken = files[0].tell() or (out / "config.json").exists() or (out / "checkpoint.pt").exists()
-    if taken and not config.resume:
-        raise ValueError(f"--output_dir {out} holds a run already, or a model; --resume {out} goes on with a run")
+    if not config.resume and any(out.iterdir()):
+        raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
+    fixed = {name: getattr(config, name) for name in FIXED} | {"data": hashlib.sha256(data.encode()).hexdigest()}
     run = SimpleNamespace(
-        config=config, task=task, rule=config.rule(config, len(task.train)), files=files,
-        optimizer=make_optimizer(task.model, config), data=hashlib.sha256(data.encode()).hexdigest(),
+        config=config, out=out, task=task, fixed=fixed, rule=config.rule(config, len(task.train)),
+        optimizer=make_optimizer(task.model, config),
         reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
         progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
+    if config.history and not config.resume:
+        earlier = read_checkpoint(run, "history", ("method", "data"))
+        run.progress.mean_length = earlier["progress"]["mean_length"]
     checked(run.rule.prompt_probabilities)  # a rule of one's own is tried before anything is trained
-    if config.resume:
-        load_checkpoint(run, out)
-    else:
+    if not config.resume:
         run.progress.before = evaluate(task, config)
-    (out / "config.json").write_text(json.dumps(config.given, indent=2))
+    run.files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
+    if config.resume:
+        load_checkpoint(run)
+    (out / "config.json").write_text(json.dumps(asdict(config), indent=2))
     return run
 
 def train(run) -> dict:
     """Makes the steps that are left, and evaluates -> the summary."""
-    config, task, progress, out, after = run.config, run.task, run.progress, Path(run.config.output_dir), None
+    config, task, progress, after = run.config, run.task, run.progress, None
     for step in (bar := tqdm(range(progress.step + 1, config.steps + 1), initial=progress.step, total=config.steps)):
         told = dppo_step(task, run.rule, run.optimizer, run.reference, progress, config)
-        progress.seconds += told["seconds"]
+        progress.seconds += told["rollout_seconds"] + told["train_seconds"]
         record, sample = step_record(task, progress, told)
-        after = evaluate(task, config) if config.eval_every and step % config.eval_every == 0 else None
-        if after:
-            record |= {"evaluation": after, "accuracy": after["accuracy"]}
+        after, clock = None, time.perf_counter()
+        if config.eval_every and step % config.eval_every == 0:
+            after = evaluate(task, config)
+            record |= dict(evaluation=after, accuracy=after["accuracy"])
+        record["evaluation_seconds"] = time.perf_counter() - clock
         for file, line in zip(run.files, (record, sample)):
             print(json.dumps(line, default=str), file=file, flush=True)  # an answer may be a date
         bar.set_postfix({name: record[name] for name in ("reward", "prompts_seen", "prompts_rolled", "slot_density")})
@@ -1033,17 +1050,18 @@ def train(run) -> dict:
         if progress.skipped >= 10:
             raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
         if step == config.steps or config.save_every and step % config.save_every == 0:
-            save_checkpoint(run, out)
+            save_checkpoint(run)
     before = progress.before
     after = after or (evaluate(task, config) if progress.step else before)
     summary = dict(before=before, after=after, seconds=progress.seconds, device=DEVICE, config=asdict(config))
-    (out / "summary.json").write_text(json.dumps(summary, indent=2))
+    (run.out / "summary.json").write_text(json.dumps(summary, indent=2))
     for part in (task.model, task.tokenizer):
-        part.save_pretrained(out / "model")
-    means = {"accuracy": [x["accuracy"] for x in (before, after)]}
-    means |= {name: [x[name][f"avg@{config.eval_samples}"] for x in (before, after)] for name in task.evals}
-    print(", ".join(f"{name} {old:.2f} -> {new:.2f}" for name, (old, new) in means.items() if None not in (old, new)),
-          f"in {progress.seconds:.0f} s of training; results are in {out}")
+        part.save_pretrained(run.out / "model")
+    told = []
+    for name in ("accuracy", *task.evals):
+        old, new = (x[name] if name == "accuracy" else x[name][f"avg@{config.eval_samples}"] for x in (before, after))
+        told += [f"{name} {old:.2f} -> {new:.2f}"] if None not in (old, new) else []
+    print(", ".join(told), f"in {progress.seconds:.0f} s of training; results are in {run.out}")
     return summary
 
 def parse_config() -> Config:
@@ -1054,10 +1072,8 @@ def parse_config() -> Config:
     for option in fields(Config):
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
-        kind = dict(type=option.type, metavar="")
-        if option.type is bool:
-            kind = dict(action=argparse.BooleanOptionalAction)
-        default = "" if option.default in (None, "") else f" ({option.default})"
+        kind = dict(action="store_true") if option.type is bool else dict(type=option.type, metavar="")
+        default = "" if option.default in (None, "", False) else f" ({option.default})"
         group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
     args = parser.parse_args()
     if args.resume:
@@ -1075,8 +1091,8 @@ def main():
         run = start(parse_config())
         train(run)
     except KeyboardInterrupt:
-        saved = run and Path(run.config.output_dir, "checkpoint.pt").exists()
-        command = saved and shlex.join(["python", "dppo.py", "--resume", run.config.output_dir])
+        saved = run and (run.out / "checkpoint.pt").exists()
+        command = saved and shlex.join(["python", "dppo.py", "--resume", str(run.out)])
         print(f"\ngo on with: {command}" if saved else "\nstopped before the first checkpoint of this run")
         sys.exit(130)
     except torch.OutOfMemoryError:
@@ -1085,11 +1101,10 @@ def main():
         if run:
             raise
         message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
-        libraries = (__file__, sys.prefix + os.sep, sys.base_prefix + os.sep, str(Path.home() / ".local" / "lib"), "<")
-        own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+        others = re.compile(r"site-packages|[Ll]ib.python3|^<|" + re.escape(__file__))
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if not others.search(frame.filename)]
         for frame in own[:1]:  # the user's own reward or rule
-            message += (f" (in {frame.name}, {frame.filename}, line {frame.lineno}; a reward gets the completions of a "
-                        "chat model as lists of messages)")
+            message += f" (in {frame.name}, {frame.filename}, line {frame.lineno})"
         print(f"dppo.py: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
