@@ -285,9 +285,10 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
     are lists of indices), and the density: the share of the slots that is filled.
 
     Attention in a slot costs its length squared, so a slot is only as long as the longest
-    sequence, rounded up to a multiple of 8, and a micro-batch has several."""
+    sequence, in multiples of 8 and at least 128, which short ones fill better. A micro-batch has
+    several."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
-    capacity = math.ceil(max(lengths, default=1) / 8) * 8
+    capacity = max(128, math.ceil(max(lengths, default=1) / 8) * 8)
     slots = []
     for slot in pack(lengths, capacity):
         slots.append([indices[j] for j in slot])
@@ -621,7 +622,7 @@ def rollout(task, examples, samples, config, bar=""):
         completions += [ids[i:i + samples] for i in range(0, len(ids), samples)]
     return completions
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(task, prompts, samples, config, scores=False):
     """Lists of ids -> `samples` completions of each, side by side, and with `scores` their log-probabilities. A prompt
     is read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts,

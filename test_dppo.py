@@ -575,10 +575,10 @@ def test_packing_takes_the_longest_that_fits_among_the_next_in_order_and_200_000
     assert sum(lengths) > 980 * len(dppo.pack(lengths, 1000)) and time.perf_counter() - clock < 2
     assert dppo.pack([5, 3, 8, 2, 2], capacity=10, lookahead=3) == [[2, 3], [0, 1, 4]]
     assert dppo.pack([5, 6, 5, 4], capacity=10, lookahead=1) == [[0], [1], [2, 3]]
-    sequences = [([2] * 3, [3] * n) for n in (10, 2, 2, 4)]  # three slots of 16, for 13, 7 + 5 and 5 tokens
-    for tokens, rows in ((48, [3]), (47, [2, 1]), (32, [2, 1]), (31, [1] * 3), (1, [1] * 3)):
+    sequences = [([2] * 3, [3] * n) for n in (130, 50, 50, 70)]  # three slots of 136, for 133, 73 + 53 and 53 tokens
+    for tokens, rows in ((408, [3]), (407, [2, 1]), (272, [2, 1]), (271, [1] * 3), (1, [1] * 3)):
         batches, density = dppo.pack_micro_batches(sequences, [0, 1, 2, 3], Config(micro_batch_tokens=tokens))
-        assert [*map(len, batches)] == rows and density == 30 / 48
+        assert [*map(len, batches)] == rows and density == 312 / 408
     pytest.raises(ValueError, dppo.pack, [3, 11], 10, 3).match("11 tokens does not fit a slot of 10")
 
 def padded_logprobs(model, sequences):
@@ -724,7 +724,7 @@ def test_updates_far_below_bfloat16_resolution_are_not_lost_and_float32_models_h
 
 def test_gradients_of_several_micro_batches_accumulate_in_float32(monkeypatch):
     """They are the float32 sum, in order, of the bfloat16 gradients of each alone; a bfloat16 sum would differ."""
-    config, sequences = Config(micro_batch_tokens=1, max_grad_norm=1e9), [([2, 3, i + 2], [4, 5]) for i in range(8)]
+    config, sequences = Config(micro_batch_tokens=1, max_grad_norm=1e9), [([2, 3, i + 2] * 22, [4, 5]) for i in range(8)]
     model, gradients = tiny_model(torch.bfloat16), []
     for weights in [*torch.eye(8), torch.ones(8)]:
         masters = (optimizer := dppo.make_optimizer(model, config)).param_groups[0]["params"]
