@@ -36,6 +36,7 @@ Our reading, where the paper is silent or contradicts itself:
 import argparse
 import copy
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -554,8 +555,8 @@ def named(option, name, known):
 
 # ---- 7. The model: forward pass, optimizer, rollout
 def token_logprobs(model, input_ids, position_ids, places, temperature):
-    """(slots, L) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow them,
-    (K,) entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
+    """(slots, L) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow, (K,)
+    entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
     ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places])  # one copy to the device
     ids, positions, places = ids.to(model.device, non_blocking=True).split([input_ids.numel()] * 2 + [len(places)])
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
@@ -571,9 +572,8 @@ def token_logprobs(model, input_ids, position_ids, places, temperature):
             entropies.append(torch.special.entr(logprobs.detach().exp()).sum(dim=-1))
         return logprobs.gather(-1, targets[:, None]).squeeze(-1)
 
-    chunks = enumerate(zip(hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK)))
-    logprobs = [checkpoint(of_chunk, number, *chunk, use_reentrant=False, preserve_rng_state=False)
-                for number, chunk in chunks]
+    chunks = zip(itertools.count(), hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK))
+    logprobs = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return torch.cat(logprobs), torch.cat(entropies)
 
 def make_optimizer(model, config):
@@ -585,7 +585,7 @@ def make_optimizer(model, config):
     return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
 def with_masters(model, optimizer):
-    """Pairs of a weight and its master, of all weights that have one."""
+    """Pairs of a weight and its master, of those that have one."""
     return [pair for pair in zip(model.parameters(), optimizer.param_groups[0]["params"]) if pair[0] is not pair[1]]
 
 def collect_gradients(model, optimizer):
@@ -624,9 +624,9 @@ def rollout(task, examples, samples, config, bar=""):
 
 @torch.inference_mode()
 def generate(task, prompts, samples, config, scores=False):
-    """Lists of ids -> `samples` completions of each, side by side, and with `scores` their log-probabilities. A prompt
-    is read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts,
-    and rows that have ended leave in between. Qwen's own generation_config has a top_k and a repetition penalty,
+    """Lists of ids -> `samples` completions of each, side by side; with `scores`, their log-probabilities. A prompt is
+    read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts,
+    and rows that have ended leave in between. Qwen's own generation_config, with its top_k and repetition penalty, is
     another policy than the one trained, so the model has a clean one meanwhile."""
     model, own = task.model, task.model.generation_config
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
@@ -666,7 +666,7 @@ def check_sampling(task, config):
     be the head's, neither scaled nor capped, and the log-probabilities of a few sampled tokens those of
     completion_logprobs, in one slot and in two, on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
-    model, prompts = task.model, [e["prompt_ids"] for e in task.train[:2] for _ in range(4)]
+    model, prompts = task.model, [e["prompt_ids"] for e in (task.train[:2] * 2)[:2] for _ in range(4)]
     try:
         ids = torch.tensor(prompts[:1], device=model.device)
         logits, hidden = model(ids).logits, model.get_decoder()(ids).last_hidden_state
@@ -674,10 +674,10 @@ def check_sampling(task, config):
             raise ValueError("it scales or caps its logits")
         short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
         completions, logprobs = generate(task, prompts[::4], 4, short, scores=True)
-        for slots in ([[*range(len(prompts))]], [[*range(0, len(prompts), 2)], [*range(1, len(prompts), 2)]]):
+        sampled = pad_sequence([logits.new_tensor(row) for row in logprobs], batch_first=True)
+        for slots in ([[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]):
             trained, _ = completion_logprobs(model, [*zip(prompts, completions)], slots, config.temperature)
-            sampled = pad_sequence([trained.new_tensor(logprobs[i]) for i in sum(slots, [])], batch_first=True)
-            difference = (trained - sampled).abs().sum() / sum(map(len, completions))
+            difference = (trained - sampled[sum(slots, [])]).abs().sum() / sum(map(len, completions))
             if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
     except Exception as error:  # also inside models without the cache or the layers that this needs
@@ -775,12 +775,14 @@ def load_task(config) -> Task:
 
 def reward_completions(task, examples, completions) -> torch.Tensor:
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
-    rows = [(e, task.tokenizer.decode(ids, skip_special_tokens=True))
-            for e, group in zip(examples, completions) for ids in group]
-    texts = [text if isinstance(e["prompt"], str) else [{"role": "assistant", "content": text}] for e, text in rows]
+    rows = [e for e, group in zip(examples, completions) for _ in group]
+    texts = [task.tokenizer.decode(ids, skip_special_tokens=True) for group in completions for ids in group]
+    for i, example in enumerate(rows):
+        if not isinstance(example["prompt"], str):  # a chat
+            texts[i] = [{"role": "assistant", "content": texts[i]}]
     own = {"prompt", "prompts", "prompt_ids", "completions"}
-    columns = {key: [e[key] for e, _ in rows] for key in examples[0].keys() - own}
-    values = task.reward(prompts=[e["prompt"] for e, _ in rows], completions=texts, **columns)
+    columns = {key: [e[key] for e in rows] for key in examples[0].keys() - own}
+    values = task.reward(prompts=[e["prompt"] for e in rows], completions=texts, **columns)
     rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     if rewards.shape != (len(rows),) or rewards.isinf().any():
         raise ValueError(f"the reward function must return {len(rows)} finite numbers or None, one a completion")
@@ -917,13 +919,8 @@ class Config(Settings):
                 raise ValueError(f"--{option.name} {value} must lie in [{least}, {most}]")
         if self.objective not in CLIPPING:
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
-        for name in ("resume", "history"):
-            folder = getattr(self, name)
-            if folder and not Path(folder, "checkpoint.pt").exists():
-                raise ValueError(f"--{name} {folder}: there is no checkpoint")
-        of_data = self.dataset + self.eval_dataset + self.system_prompt + self.chat_template_kwargs.strip("{}")
-        if self.model and not self.dataset or of_data and not self.model:
-            raise ValueError("--model and --dataset need each other, other settings of data need both")
+        if bool(self.model) != bool(self.dataset or self.eval_dataset):
+            raise ValueError("--model and --dataset need each other")
         self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 def evaluate(task, config) -> dict:
@@ -939,36 +936,30 @@ def evaluate(task, config) -> dict:
 
 def step_record(task, progress, step) -> tuple[dict, dict]:
     """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of rewards and
-    completions are weighted by prompt, so they speak of the whole window."""
-    rewards, prompt_weights, completions = step["rewards"], step["prompt_weights"], step["completions"]
+    completions are over prompts that are graded, by their weight, so they speak of the whole window."""
+    rewards, weights, completions, updates = (step[x] for x in ("rewards", "weights", "completions", "updates"))
     graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
-    lengths = torch.tensor([[len(ids) for ids in group] for group in completions], dtype=torch.float64)
-    cut = torch.tensor([[ids[-1] not in ends for ids in group] for group in completions])
-    equal = (rewards == rewards[:, :1]).all(dim=1)
-
-    def over_window(values, of):
-        w = prompt_weights[of]
-        return (w @ values[of].double() / w.sum()).nan_to_num().item()
-
+    w = step["prompt_weights"] * graded
+    mean = lambda of_prompts: (w @ of_prompts.double().nan_to_num() / w.sum()).nan_to_num().item()
+    lengths = torch.tensor([[float(len(ids)) for ids in group] for group in completions])
+    cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in completions])
     record = dict(
-        step=progress.step, learning_rate=step["learning_rate"], prompts_seen=step["N"], prompts_rolled=len(rewards),
-        prompts_pruned=step["N"] - len(prompt_weights), ungradable_prompts=int((~graded).sum()),
-        reward=over_window(rewards.mean(dim=1), graded), zero_variance_fraction=over_window(equal, graded),
-        completion_length=over_window(lengths.mean(dim=1), lengths[:, 0] > 0),
-        truncated_fraction=over_window(cut.double().mean(dim=1), lengths[:, 0] > 0),
-        weight_max=step["weights"].max().item(),
-        effective_sample_size=(step["weights"].sum() ** 2 / (step["weights"] ** 2).sum()).nan_to_num().item())
-    for name in step["updates"][0]:  # the mean of several updates
-        values = [update[name] for update in step["updates"] if update[name] is not None]
+        step=progress.step, learning_rate=step["learning_rate"], prompts_seen=step["N"], prompts_rolled=len(w),
+        prompts_pruned=step["N"] - len(w), ungradable_prompts=int((~graded).sum()), reward=mean(rewards.mean(dim=1)),
+        zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1)), truncated_fraction=mean(cut.mean(dim=1)),
+        completion_length=mean(lengths.mean(dim=1)), weight_max=weights.max().item(),
+        effective_sample_size=(weights.sum() ** 2 / weights.square().sum()).nan_to_num().item())
+    for name in updates[0]:  # the mean of several updates
+        values = [update[name] for update in updates if update[name] is not None]
         record[name] = sum(values) / len(values) if values else None
     record |= dict(
         rollout_seconds=step["rollout_seconds"], train_seconds=step["train_seconds"],
         cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
+    example, of_group = step["examples"][0], {x: step[x][0].tolist() for x in ("rewards", "advantages", "weights")}
+    of_group["rewards"] = [None if math.isnan(reward) else reward for reward in of_group["rewards"]]
     return record, dict(
-        step=progress.step, prompt=step["examples"][0]["prompt"], answer=step["examples"][0].get("answer"),
-        completions=task.tokenizer.batch_decode(completions[0]), prompt_weight=prompt_weights[0].item(),
-        rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
-        advantages=step["advantages"][0].tolist(), weights=step["weights"][0].tolist())
+        step=progress.step, prompt=example["prompt"], answer=example.get("answer"), **of_group,
+        prompt_weight=step["prompt_weights"][0].item(), completions=task.tokenizer.batch_decode(completions[0]))
 
 def save_checkpoint(run):
     """Writes all that a run needs to go on, and then replaces the last checkpoint."""
@@ -980,24 +971,12 @@ def save_checkpoint(run):
         os.fsync(file.fileno())
     (run.out / "partial.pt").replace(run.out / "checkpoint.pt")  # if killed, the last one is whole
 
-def read_checkpoint(run, option, names) -> dict:
-    """The checkpoint in the folder of an option, and its memory into the rule. Raises ValueError if it is of a run that
-    differs in one of `names`."""
-    folder = getattr(run.config, option)
-    saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)  # it executes nothing
-    for name in names:
-        if saved["fixed"][name] != run.fixed[name]:
-            raise ValueError(f"--{option} {folder}: its {name} is not that of this run")
-    run.rule.memory = saved["memory"]
-    return saved
-
-def load_checkpoint(run):
+def load_checkpoint(run, saved):
     """Takes a run up where its checkpoint was written."""
-    saved = read_checkpoint(run, "resume", run.fixed)
     sizes = saved["progress"]["sizes"]
     for file, size in zip(run.files, sizes):
         if file.tell() < size:
-            raise ValueError(f"--resume {run.out}: {file.name} is shorter than it was at the checkpoint")
+            raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
     run.progress = SimpleNamespace(**saved["progress"])
     run.optimizer.load_state_dict(saved["optimizer"])
     for master, weight in zip(run.optimizer.param_groups[0]["params"], saved["weights"], strict=True):
@@ -1008,27 +987,31 @@ def load_checkpoint(run):
 
 def start(config, task=None) -> SimpleNamespace:
     """A run that is ready for its next step."""
-    out = Path(config.output_dir)
+    out, saved = Path(config.output_dir), None
+    if folder := config.resume or config.history:  # weights_only: nothing in it is executed
+        saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)
     out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
     if not config.resume and any(out.iterdir()):
         raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
-    fixed = {name: getattr(config, name) for name in FIXED} | {"data": hashlib.sha256(data.encode()).hexdigest()}
     run = SimpleNamespace(
-        config=config, out=out, task=task, fixed=fixed, rule=config.rule(config, len(task.train)),
+        config=config, out=out, task=task, rule=config.rule(config, len(task.train)),
+        fixed={name: getattr(config, name) for name in FIXED} | {"data": hashlib.sha256(data.encode()).hexdigest()},
         optimizer=make_optimizer(task.model, config),
         reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
         progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
-    if config.history and not config.resume:
-        earlier = read_checkpoint(run, "history", ("method", "data"))
-        run.progress.mean_length = earlier["progress"]["mean_length"]
+    if saved:
+        for name in run.fixed if config.resume else ("method", "data"):
+            if saved["fixed"][name] != run.fixed[name]:
+                raise ValueError(f"{folder}: its {name} is not that of this run")
+        run.rule.memory, run.progress.mean_length = saved["memory"], saved["progress"]["mean_length"]
     checked(run.rule.prompt_probabilities)  # a rule of one's own is tried before anything is trained
     if not config.resume:
         run.progress.before = evaluate(task, config)
     run.files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
     if config.resume:
-        load_checkpoint(run)
+        load_checkpoint(run, saved)
     (out / "config.json").write_text(json.dumps(asdict(config), indent=2))
     return run
 
@@ -1041,8 +1024,7 @@ def train(run) -> dict:
         record, sample = step_record(task, progress, told)
         after, clock = None, time.perf_counter()
         if config.eval_every and step % config.eval_every == 0:
-            after = evaluate(task, config)
-            record |= dict(evaluation=after, accuracy=after["accuracy"])
+            record["evaluation"] = after = evaluate(task, config)
         record["evaluation_seconds"] = time.perf_counter() - clock
         for file, line in zip(run.files, (record, sample)):
             print(json.dumps(line, default=str), file=file, flush=True)  # an answer may be a date
@@ -1058,11 +1040,11 @@ def train(run) -> dict:
     (run.out / "summary.json").write_text(json.dumps(summary, indent=2))
     for part in (task.model, task.tokenizer):
         part.save_pretrained(run.out / "model")
-    told = []
-    for name in ("accuracy", *task.evals):
-        old, new = (x[name] if name == "accuracy" else x[name][f"avg@{config.eval_samples}"] for x in (before, after))
-        told += [f"{name} {old:.2f} -> {new:.2f}"] if None not in (old, new) else []
-    print(", ".join(told), f"in {progress.seconds:.0f} s of training; results are in {run.out}")
+    key = f"avg@{config.eval_samples}"
+    pairs = {"accuracy": (before["accuracy"], after["accuracy"])}
+    pairs |= {name: (before[name][key], after[name][key]) for name in task.evals}
+    print(", ".join(f"{name} {old:.2f} -> {new:.2f}" for name, (old, new) in pairs.items() if None not in (old, new)),
+          f"in {progress.seconds:.0f} s of training; results are in {run.out}")
     return summary
 
 def parse_config() -> Config:
