@@ -213,7 +213,7 @@ def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
     return torch.cat(orders)[start : start + prompt_count]
 
 def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torch.Generator):
-    """Prompt-level pruning: (all,) next prompts -> window (N,), those kept (B,), their weights (B,).
+    """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. The draw
     keeps sum(pi) of it, rounded: `limit` prompts or one less. As pi <= 1, the window has at least
@@ -222,9 +222,7 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
     a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
-    pi = checked(rule.prompt_probabilities)  # (all prompts,) raises unless 0 < pi <= 1
-    longest = (limit / pi.min()).clamp(max=len(upcoming))  # of all windows that are possible
-    pi = pi[upcoming[: int(longest) + 1]]  # (at most longest + 1,)
+    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
     if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one, still before the draw
@@ -300,8 +298,8 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
 # ---- 4. Loss and update
 
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
-    """A forward pass over packed slots -> (M, T) log-probabilities of the completion tokens, 0 after
-    the end, a row for each sequence in slot order; and (completion tokens,) entropies, for metrics.
+    """A forward pass over packed slots -> (M, T) log-probabilities of the completion tokens, a row
+    for each sequence in slot order, 0 after its end; and (completion tokens,) entropies.
 
     Position ids start again at 0 with each sequence. From that, transformers makes the mask
     block-diagonal: attention never crosses a boundary."""
@@ -411,7 +409,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
 
 def running_length(progress, completions: list, prompt_weights: torch.Tensor) -> float:
     """m, a running mean of the completions' length over the steps before this one, known before any
-    draw of this one. The first step takes its own, since no prompt is pruned without history."""
+    draw of this one. The first step takes its own: without history, our rules prune no prompt."""
     lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
     own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
     m = progress.mean_length or own
@@ -422,10 +420,11 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
     """One step of the paper's algorithm -> what happened, for the record.
 
     task has the model, the training examples (`train`) and the reward; progress counts steps and
-    candidate prompts seen, and has the mean length. What is random follows from (seed, step)."""
+    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`,
+    which grows, also across runs: no draw repeats one that memory came from."""
     clock, model, generator = time.perf_counter(), task.model, torch.default_generator
     progress.step += 1
-    transformers.set_seed((1_000_003 * config.seed + progress.step) % 2**32)
+    transformers.set_seed((1_000_003 * config.seed + progress.seen) % 2**32)
 
     # 1. Prune prompts by what is remembered of them.
     upcoming = next_prompts(progress.seen, len(task.train), config.seed)
@@ -485,16 +484,17 @@ LOGIT_CHUNK = 512  # tokens whose logits exist at a time: with Qwen's vocabulary
 
 # ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
-    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score; as many as keep_probabilities.
-    Pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least where pi is
-    proportional to the norm |g| (Neyman allocation), which is nearly proportional to |A|."""
+    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score; as many as keep_probabilities, or
+    as score above 0. Pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least
+    where pi is proportional to the norm |g| (Neyman allocation), which is nearly proportional to |A|."""
     keep = int(keep_probabilities(scores, rate).sum().round())
     if keep == 0:
         return scores
     unknown = scores.isnan()
     scores = scores.double().masked_fill(unknown, 1e9)
     pi, low = torch.empty_like(scores), 0.0
-    high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=1e-12)  # with this c, `keep` have pi = 1
+    smallest = torch.where(scores > 0, scores, math.inf).min()
+    high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=smallest)  # with this c, `keep` have pi = 1
     for _ in range(40):  # bisection: sum(pi) grows with c
         c = (low + high) / 2
         low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
@@ -746,7 +746,8 @@ class Task:
 def load_task(config) -> Task:
     """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            config.model, padding_side="left", trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         train = load_examples(config.dataset, "train", config, tokenizer)
         held_out = 0 if config.eval_dataset else min(config.eval_prompts, len(train) // 5)
@@ -761,7 +762,8 @@ def load_task(config) -> Task:
         if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
             raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=DTYPE, attn_implementation="sdpa") if config.model else warm_started(tokenizer)
+        config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False,
+    ) if config.model else warm_started(tokenizer)
     task.model = model.to(DEVICE, DTYPE).eval()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -921,6 +923,8 @@ class Config(Settings):
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
         if bool(self.model) != bool(self.dataset or self.eval_dataset):
             raise ValueError("--model and --dataset need each other")
+        if self.resume and self.output_dir not in ("", self.resume):
+            raise ValueError("--resume goes on in its own folder: leave out --output_dir")
         self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 def evaluate(task, config) -> dict:
@@ -1005,14 +1009,17 @@ def start(config, task=None) -> SimpleNamespace:
         for name in run.fixed if config.resume else ("method", "data"):
             if saved["fixed"][name] != run.fixed[name]:
                 raise ValueError(f"{folder}: its {name} is not that of this run")
-        run.rule.memory, run.progress.mean_length = saved["memory"], saved["progress"]["mean_length"]
+        run.rule.memory, earlier = saved["memory"], saved["progress"]
+        run.progress.seen, run.progress.mean_length = earlier["seen"], earlier["mean_length"]
     checked(run.rule.prompt_probabilities)  # a rule of one's own is tried before anything is trained
     if not config.resume:
         run.progress.before = evaluate(task, config)
     run.files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
     if config.resume:
         load_checkpoint(run, saved)
-    (out / "config.json").write_text(json.dumps(asdict(config), indent=2))
+    own = {name: value for name, value in asdict(config).items() if name not in ("output_dir", "resume", "history")}
+    (out / "config.partial").write_text(json.dumps(own, indent=2))
+    (out / "config.partial").replace(out / "config.json")
     return run
 
 def train(run) -> dict:

@@ -834,7 +834,8 @@ def refusal(monkeypatch, capsys, tmp_path, *args) -> str:
     ("--reward test_dppo:mistaken", f"(in mistaken, {__file__}, line {mistaken.__code__.co_firstlineno + 1})"),
     ("--output_dir {run}", "is not empty; --resume {run} goes on"),
     ("--output_dir {run}/metrics.jsonl/x", "Not a directory"),
-    ("--resume {run}", "No such file or directory: '{run}/checkpoint.pt'"), ("--resume x", "x/config.json")])
+    ("--resume {run}", "No such file or directory: '{run}/checkpoint.pt'"), ("--resume x", "x/config.json"),
+    ("--resume {run} --output_dir x", "leave out --output_dir")])
 def test_bad_settings_are_told_in_one_line_before_any_model_is_loaded(args, message, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(dppo, "warm_started", None)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
@@ -1245,7 +1246,8 @@ def test_a_run_that_starts_with_the_memory_of_another_is_unbiased_from_its_first
         output_dir=str(tmp_path / f"{len([*tmp_path.iterdir()])}")) | settings), task or tiny_task(prompts=N))
     started, earlier = start(), torch.load(tmp_path / "first" / "checkpoint.pt")
     assert all(torch.equal(earlier["memory"][name], memory) for name, memory in started.rule.memory.items())
-    assert started.progress.mean_length == earlier["progress"]["mean_length"] and started.progress.step == 0
+    assert started.progress.step == 0
+    assert all(vars(started.progress)[name] == earlier["progress"][name] for name in ("mean_length", "seen"))
     started.rule.config = config
     outcomes = [*every_step(config, advantages, monkeypatch, started.rule)]
     assert len({tuple((w.sum(dim=1) > 0).tolist()) for _, w in outcomes}) > 1  # prompts are pruned, of the whole data
@@ -1379,7 +1381,7 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("window by the number sure to survive", "(pi.cumsum(0) <=", "((pi > 0.9).cumsum(0) <=", "window"),
     ("next window starts anew", "torch.cat(orders)[start :", "torch.cat(orders)[0 :", "every_epoch"),
     ("every epoch the same order", "1_000_003 * seed - 1 - e", "1_000_003 * seed - 1", "every_epoch"),
-    ("every step the same seed", "(1_000_003 * config.seed + progress.step)", "(1_000_003 * config.seed)", "anew"),
+    ("every step the same seed", "(1_000_003 * config.seed + progress.seen)", "(1_000_003 * config.seed)", "anew"),
     ("a biased rule's weights", "kept * N * kept.shape[1] /", "kept * N /", "biased_rule"),
     ("attention across sequences", "position_ids=positions.view_as(input_ids),", "", "boundary"),
     ("trained off by one", "- 1) + [1] * len(completion) + [0]", ") + [1] * len(completion)", "boundary"),
@@ -1412,10 +1414,10 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("reward means unweighted", 'w = step["prompt_weights"] * graded', "w = graded.double()", "reward_and_length"),
     ("evaluations differ", "transformers.set_seed(config.seed)  # the same every", "#", "same_each_time"),
     ("masters not resumed", "master.data.copy_(weight)", "pass", "two_parts"),
-    ("memory not resumed", "run.rule.memory, run", "_, run", "two_parts"),
+    ("memory not resumed", "run.rule.memory, earlier", "_, earlier", "two_parts"),
     ("history of other prompts", 'else ("method", "data")', 'else ("method",)', "memory_of_another"),
-    ("mean length not known before the draw", "run.progress.mean_length = saved", "_ = saved", "memory_of_another"),
-    ("window cut short", "[: int(longest) + 1]", "[: int(longest) // 2]", "window"),
+    ("mean length not known before the draw", "run.progress.mean_length = earlier", "_ = earlier", "memory_of_another"),
+    ("history draws as before", "run.progress.seen, run.progress.mean", "_, run.progress.mean", "memory_of_another"),
     ("too few steps of bisection", "in range(40):  # bisection", "in range(9):  # bisection", "in_proportion"),
     ("entropies twice", "if number == len(entropies):", "if True:", "frequencies"),
     ("metrics not cut back", "file.truncate(size)", "pass", "two_parts"),
