@@ -26,7 +26,7 @@ may stop there. The lower floor is what it stands on: our rule, the model, rewar
 
 Our reading, where the paper is silent or contradicts itself:
   - The number pruned of a low set is fixed, which ones is random (keep_probabilities).
-  - Completions with A = 0 have no gradient. They are left out before anything else (GRPOSkip).
+  - Without KL, completions with A = 0 have no gradient. They are left out first (GRPOSkip).
   - The low set of prompts is that of all prompts with a score (DPPO).
   - The window is as long as the rollout batch has room for (pick_prompts).
   - The loss is divided by N G, all candidate completions, pruned or not (policy_loss).
@@ -124,7 +124,7 @@ def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
 
 def draw(pi: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """(n,) keep probabilities -> (n,) float64 weights: 1/pi where kept, 0 where pruned. Where
-    pi > 0, their expectation is pi/pi + (1 - pi) 0 = 1.
+    pi > 0, their expectation is pi (1/pi) + (1 - pi) 0 = 1.
 
     Systematic sampling: lay the items end to end in random order, each pi long. Lay a comb over
     them, with teeth at u, u + 1, u + 2, ... for one u uniform in [0, 1). What holds a tooth is
@@ -134,7 +134,7 @@ def draw(pi: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     order = torch.randperm(len(pi), generator=generator)  # (n,)
     ends = pi[order].cumsum(0)  # (n,)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
-    teeth_before = (ends - u).ceil()  # (n,) how many of u, u + 1, ... lie before each end
+    teeth_before = (ends - u).ceil()  # (n,) before each end; in the example 0, 1, 2, 2
     has_tooth = teeth_before.diff(prepend=torch.zeros(1)) > 0  # (n,)
     kept = order[has_tooth]
     weights = torch.zeros_like(pi)  # (n,)
@@ -144,8 +144,8 @@ def draw(pi: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class Rule:
     """What is kept, with which probability. This one is textbook GRPO: everything, always.
 
-    Write your own as a subclass. The gradient stays unbiased if pi is known before the draw, of
-    prompts from memory, of completions from memory and the rollout. For prompts pi > 0; for a
+    Write your own as a subclass. The gradient stays unbiased if pi is known before the draw: a
+    prompt's from memory, a completion's from memory and the rollout. For prompts pi > 0; for a
     completion pi may be 0 if it has no gradient."""
 
     unbiased = True  # False: what is kept weighs the same, and the loss is its mean
@@ -198,7 +198,7 @@ class DPPO(GRPOSkip):
 
     def update(self, prompts, rewards, advantages):
         scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing: it taught nothing
-        for prompt, score in zip(prompts.tolist(), scores):  # the later, if an epoch ends
+        for prompt, score in zip(prompts.tolist(), scores):  # if twice (an epoch ends), the later
             self.memory["score"][prompt] = score
 
 def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
     epoch, start = divmod(seen, prompt_count)
     orders = []
     for e in (epoch, epoch + 1):
-        # Epochs count down from 1_000_003 seed - 1, steps (in dppo_step) up from 1_000_003 seed.
+        # These seeds go down from 1_000_003 seed - 1, those of dppo_step up from 1_000_003 seed.
         generator = torch.Generator().manual_seed(1_000_003 * seed - 1 - e)
         orders.append(torch.randperm(prompt_count, generator=generator))
     return torch.cat(orders)[start : start + prompt_count]
@@ -225,7 +225,7 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
     pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
-    if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one, still before the draw
+    if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one; before the draw
         pi = pi / pi.sum()
     weights = draw(pi, generator)  # (N,)
     window = upcoming[:N]
@@ -266,7 +266,7 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
         insort(waiting, (length, -i))
     following = lookahead
     while waiting:
-        fitting = bisect_right(waiting, (room, 0))  # how many of them fit
+        fitting = bisect_right(waiting, (room, 0))  # how many: all (length, -i) <= (room, 0)
         if fitting == 0:
             slots.append([])
             room = capacity
@@ -314,9 +314,9 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
             predicts += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
             lengths.append(len(completion))
         rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
-    rows = pad_sequence(rows, batch_first=True)  # (slots, L, 3) each padding token is a sequence
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % 8))  # L is a multiple of 8
-    input_ids, position_ids, predicts = rows.unbind(dim=2)  # (slots, L)
+    table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); pads are at position 0
+    table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # to a multiple of 8
+    input_ids, position_ids, predicts = table.unbind(dim=2)  # (slots, length)
     places = predicts.flatten().nonzero().squeeze(1)  # (completion tokens,) where each is predicted
     logprobs, entropies = token_logprobs(model, input_ids, position_ids, places, temperature)
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
@@ -382,7 +382,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
     that is trained: rho is 1, but its gradient is not 0."""
     kept = weights.nonzero().squeeze(1).tolist()
     micro_batches, density = pack_micro_batches(sequences, kept, config)
-    metric_sums = torch.zeros(3, device=model.device)
+    metric_sums = torch.zeros(3, device=model.device)  # entropy, clip fraction, KL
     for slots in micro_batches:
         batch = sum(slots, [])  # M indices
         lengths = torch.tensor([len(sequences[i][1]) for i in batch])  # (M,)
@@ -438,7 +438,7 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
     completions = rollout(task, examples, config.group_size, config)  # B lists of G lists of ids
     rewards = reward_completions(task, examples, completions)  # (B, G)
     advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
-    rule.update(prompts, rewards, advantages)
+    rule.update(prompts, rewards, advantages)  # its prompts are drawn; completions may know it
     m = running_length(progress, completions, prompt_weights)
     rollout_seconds = time.perf_counter() - clock
 
@@ -493,7 +493,7 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
     unknown = scores.isnan()
     scores = scores.double().masked_fill(unknown, 1e9)
     pi, low = torch.empty_like(scores), 0.0
-    smallest = torch.where(scores > 0, scores, math.inf).min()
+    smallest = torch.where(scores > 1e-9, scores, 1.0).min()
     high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=smallest)  # with this c, `keep` have pi = 1
     for _ in range(40):  # bisection: sum(pi) grows with c
         c = (low + high) / 2
