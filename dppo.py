@@ -491,9 +491,10 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
     if keep == 0:
         return scores
     unknown = scores.isnan()
-    scores = scores.double().masked_fill(unknown, 1e9)
+    known = scores.double().nan_to_num(nan=0.0)
+    scores = (known / known.max().clamp(min=1e-300)).masked_fill(unknown, 1e9)  # relative to the largest
+    smallest = torch.where(scores > 1e-12, scores, 1.0).min()
     pi, low = torch.empty_like(scores), 0.0
-    smallest = torch.where(scores > 1e-9, scores, 1.0).min()
     high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=smallest)  # with this c, `keep` have pi = 1
     for _ in range(40):  # bisection: sum(pi) grows with c
         c = (low + high) / 2
