@@ -747,6 +747,8 @@ class Task:
 def load_task(config) -> Task:
     """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
     if config.model:
+        if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
+            raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.model, padding_side="left", trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -1008,7 +1010,7 @@ def start(config, task=None) -> SimpleNamespace:
         progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
     if saved:
         for name in run.fixed if config.resume else ("method", "data"):
-            if saved["fixed"][name] != run.fixed[name]:
+            if saved["fixed"].get(name) != run.fixed[name]:
                 raise ValueError(f"{folder}: its {name} is not that of this run")
         run.rule.memory, earlier = saved["memory"], saved["progress"]
         run.progress.seen, run.progress.mean_length = earlier["seen"], earlier["mean_length"]
@@ -1064,7 +1066,7 @@ def parse_config() -> Config:
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
         kind = dict(action="store_true") if option.type is bool else dict(type=option.type, metavar="")
-        default = "" if option.default in (None, "", False) else f" ({option.default})"
+        default = "" if option.type is bool or option.default in (None, "") else f" ({option.default})"
         group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
     args = parser.parse_args()
     if args.resume:

@@ -824,7 +824,7 @@ def refusal(monkeypatch, capsys, tmp_path, *args) -> str:
     ("--method math:nothing", "has no attribute 'nothing'"), ("--objective ppo", "objective ppo: not one of grpo, dr_"),
     ("--nonsense 1", "unrecognized arguments: --nonsense"), ("--learning_rate much", "invalid float value"),
     *((f"--{x} x", "--model and --dataset need each other") for x in ("model", "dataset", "eval_dataset")),
-    ("--model ./no --dataset x", "./no"), ("--resume", "expected one argument"),
+    ("--model ./no --dataset x", "--model ./no: no such folder"), ("--resume", "expected one argument"),
     ("--reward math:nothing", "has no attribute 'nothing'"), ("--reward math:sqrt", "TypeError"),
     ("--reward typo", "--reward typo: not one of exact, gsm8k, boxed, nor package.module:name"),
     *((f"--reward test_dppo:{name}", "must return 100 finite numbers or None") for name in ("two_values", "nested")),
@@ -876,7 +876,7 @@ def test_help_has_every_setting_once_in_its_group_and_no_default_that_says_none(
     text = capsys.readouterr().out
     assert [*dppo.GROUPS.values()] == re.findall(r"^(\w+):$", text.partition("-h, --help")[2], re.MULTILINE)
     assert re.findall(r"^  --(\w+)", text, re.MULTILINE) == [f.name for f in dataclasses.fields(Config)]
-    assert "None" not in text and all(f.metadata["help"].split()[0] in text for f in dataclasses.fields(Config))
+    assert "None" not in text and "KL term (0.0)" in text and all(f.metadata["help"].split()[0] in text for f in dataclasses.fields(Config))
 GOOD = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
 @pytest.mark.parametrize("rows, args, message", [
     ([], "", "data.jsonl"), ('{"question": "1=", "answer": "1"}\n{"question": "2=', "", "JSON"),
@@ -1401,7 +1401,7 @@ MUTANTS = [  # name, what dppo.py has, what a careless fork would have, a word o
     ("weights decay", "weight_decay=0.0", "weight_decay=0.01", "decay"),
     ("finished rows mixed up", "rows[live], ids[live]", "rows[:int(live.sum())], ids[live]", "divides_by"),
     ("cache rows not selected", "batch_select_indices(live)", "batch_select_indices(live.flip(0))", "sample_as"),
-    ("bfloat16 sums", "[p.grad for p, _ in pairs]", "[(m.grad + p.grad).bfloat16() - m.grad for p, m in pairs]", "accum"),
+    ("bf16 sums", "[p.grad for p, _ in pairs]", "[(m.grad + p.grad).bfloat16() - m.grad for p, m in pairs]", "accum"),
     ("masters not copied back", "        copy_masters(model, optimizer)\n", "        pass\n", "below_bfloat16"),
     ("updates that are not finite made", "finite = math.isfinite(sum(values))", "finite = True", "ten_in_a_row"),
     ("momentum without a gradient", "if finite and values[-1] > 0:", "if finite:", "momentum"),
