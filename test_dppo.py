@@ -873,10 +873,10 @@ def test_the_data_depends_neither_on_the_seed_nor_the_prompts_trained_on_on_how_
 
 def test_help_has_every_setting_once_in_its_group_and_no_default_that_says_none(monkeypatch, capsys):
     pytest.raises(SystemExit, main, monkeypatch, "--help")
-    text = capsys.readouterr().out
+    text, settings = capsys.readouterr().out, dataclasses.fields(Config)
     assert [*dppo.GROUPS.values()] == re.findall(r"^(\w+):$", text.partition("-h, --help")[2], re.MULTILINE)
-    assert re.findall(r"^  --(\w+)", text, re.MULTILINE) == [f.name for f in dataclasses.fields(Config)]
-    assert "None" not in text and "KL term (0.0)" in text and all(f.metadata["help"].split()[0] in text for f in dataclasses.fields(Config))
+    assert re.findall(r"^  --(\w+)", text, re.MULTILINE) == [f.name for f in settings]
+    assert "None" not in text and "(0.0)" in text and all(f.metadata["help"].split()[0] in text for f in settings)
 GOOD = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
 @pytest.mark.parametrize("rows, args, message", [
     ([], "", "data.jsonl"), ('{"question": "1=", "answer": "1"}\n{"question": "2=', "", "JSON"),
