@@ -924,8 +924,9 @@ class Config(Settings):
                 raise ValueError(f"--{option.name} {value} must lie in [{least}, {most}]")
         if self.objective not in CLIPPING:
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
-        if bool(self.model) != bool(self.dataset or self.eval_dataset):
-            raise ValueError("--model and --dataset need each other")
+        of_model = self.eval_dataset + self.system_prompt
+        if bool(self.model) != bool(self.dataset) or of_model and not self.model:
+            raise ValueError("--model and --dataset need each other, --eval_dataset and --system_prompt need both")
         if self.resume and self.output_dir not in ("", self.resume):
             raise ValueError("--resume goes on in its own folder: leave out --output_dir")
         self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
