@@ -823,7 +823,7 @@ def refusal(monkeypatch, capsys, tmp_path, *args) -> str:
     ("--group_size 1", "--group_size 1 must lie in [2, "), ("--method dpo", "--method dpo: not one of grpo, grpo-s"),
     ("--method math:nothing", "has no attribute 'nothing'"), ("--objective ppo", "objective ppo: not one of grpo, dr_"),
     ("--nonsense 1", "unrecognized arguments: --nonsense"), ("--learning_rate much", "invalid float value"),
-    *((f"--{x} x", "--model and --dataset need") for x in ("model", "dataset", "system_prompt", "model y --eval_dataset")),
+    *((f"--{x} x", "--model and --dataset") for x in ("model", "dataset", "system_prompt", "model y --eval_dataset")),
     ("--model ./no --dataset x", "--model ./no: no such folder"), ("--resume", "expected one argument"),
     ("--reward math:nothing", "has no attribute 'nothing'"), ("--reward math:sqrt", "TypeError"),
     ("--reward typo", "--reward typo: not one of exact, gsm8k, boxed, nor package.module:name"),
