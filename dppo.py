@@ -556,8 +556,8 @@ def named(option, name, known):
 
 # ---- 7. The model: forward pass, optimizer, rollout
 def token_logprobs(model, input_ids, position_ids, places, temperature):
-    """(slots, L) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow, (K,)
-    entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
+    """(slots, length) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow,
+    (K,) entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
     ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places])  # one copy to the device
     ids, positions, places = ids.to(model.device, non_blocking=True).split([input_ids.numel()] * 2 + [len(places)])
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
@@ -766,8 +766,8 @@ def load_task(config) -> Task:
             raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False,
-    ) if config.model else warm_started(tokenizer)
-    task.model = model.to(DEVICE, DTYPE).eval()
+    ) if config.model else warm_started(tokenizer).to(DTYPE)
+    task.model = model.to(DEVICE).eval()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     longest = max(len(e["prompt_ids"]) for e in sum(evals.values(), train)) + config.max_completion_tokens
