@@ -36,7 +36,6 @@ Our reading, where the paper is silent or contradicts itself:
 import argparse
 import copy
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -480,34 +479,32 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = DEVICE == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # not a T4 or V100
 DTYPE = torch.bfloat16 if NATIVE else torch.float32  # but see make_optimizer
-LOGIT_CHUNK = 512  # tokens whose logits exist at a time: with Qwen's vocabulary three float32 copies of 0.3 GB
+LOGIT_CHUNK = 512  # tokens that have logits at a time: with Qwen's vocabulary three float32 copies of 0.3 GB
 
 # ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
-    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score; as many as keep_probabilities, or
-    as score above 0. Pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At a given sum(pi) it is least
-    where pi is proportional to the norm |g| (Neyman allocation), which is nearly proportional to |A|."""
+    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score. They sum to as many as those of
+    keep_probabilities, or as score above 0. Pruning adds sum (1/pi - 1) |g|^2 to the gradient's variance. At a given
+    sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly so to |A|."""
     keep = int(keep_probabilities(scores, rate).sum().round())
-    if keep == 0:
+    scores = torch.where(scores.isnan(), math.inf, scores.double())
+    if keep == 0:  # of none
         return scores
-    unknown = scores.isnan()
-    known = scores.double().nan_to_num(nan=0.0)
-    scores = (known / known.max().clamp(min=1e-300)).masked_fill(unknown, 1e9)  # relative to the largest
-    smallest = torch.where(scores > 1e-12, scores, 1.0).min()
-    pi, low = torch.empty_like(scores), 0.0
-    high = 1 / scores.kthvalue(len(scores) - keep + 1).values.clamp(min=smallest)  # with this c, `keep` have pi = 1
+    smallest = torch.where(scores > 0, scores, 1e300).min()
+    scores = scores / scores.kthvalue(len(scores) - keep + 1).values.clamp(smallest, 1e300)
+    pi, low, high = torch.empty_like(scores), 0.0, 1.0  # with c = 1, at least `keep` of these scores have pi = 1
     for _ in range(40):  # bisection: sum(pi) grows with c
         c = (low + high) / 2
         low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
-    return (high * scores).clamp(floor, 1).masked_fill(unknown, 1.0)
+    return (high * scores).clamp(floor, 1)
 
 class OptimalDPPO(GRPOSkip):
     """A completion's score is |A| times the weight of its prompt, as its gradient enters. A prompt's score is the root
     mean square of A that its next group should have."""
     remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed with decay
-    floor = 0.07  # of pi, where what looks useless may have a gradient: there, weights are at most 15
-    prior = 0.05  # of a prompt's success rate, a Beta prior: most are solved nearly always or nearly never
-    decay = 0.8  # what a visit still counts one visit later, since the policy changes
+    floor = 0.07  # of pi, where what looks useless may have a gradient: weights are at most 15
+    prior = 0.05  # a and b of a prompt's success rate: most are solved nearly always or nearly never
+    decay = 0.8  # what a visit counts one visit later, since the policy changes
 
     def prompt_probabilities(self):
         return optimal_probabilities(self.memory["score"], self.config.prompt_prune_rate, self.floor)
@@ -539,13 +536,13 @@ class OptimalDPPO(GRPOSkip):
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": OptimalDPPO}
 
 def checked(method, *inputs):
-    """The probabilities of a rule's method, in float64. Raises ValueError for those that would bias in silence."""
+    """The probabilities of a rule's method, in float64. Raises ValueError where they would bias in silence."""
     rule, pi = method.__self__, method(*inputs).double()
     may_be_zero = (inputs[0] == 0) & (rule.config.beta == 0) if inputs else torch.zeros(rule.prompt_count) > 0
     may_be_zero |= not rule.unbiased and bool(inputs or pi.any())
     if pi.shape != may_be_zero.shape or not torch.where(pi == 0, may_be_zero, (pi > 0) & (pi <= 1 + 1e-9)).all():
-        raise ValueError(f"{method.__qualname__} must give {tuple(may_be_zero.shape)} probabilities, 0 < pi <= 1, "
-                         "or 0 where a completion has no gradient or the rule has unbiased = False")
+        raise ValueError(f"{method.__qualname__} must give {tuple(may_be_zero.shape)} probabilities, 0 < pi <= 1; "
+                         "0 only for completions without gradient, or if unbiased = False")
     return pi
 
 def named(option, name, known):
@@ -573,38 +570,35 @@ def token_logprobs(model, input_ids, position_ids, places, temperature):
             entropies.append(torch.special.entr(logprobs.detach().exp()).sum(dim=-1))
         return logprobs.gather(-1, targets[:, None]).squeeze(-1)
 
-    chunks = zip(itertools.count(), hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK))
-    logprobs = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    chunks = enumerate(zip(hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK)))
+    logprobs = [checkpoint(of_chunk, i, *x, use_reentrant=False, preserve_rng_state=False) for i, x in chunks]
     return torch.cat(logprobs), torch.cat(entropies)
 
 def make_optimizer(model, config):
-    """AdamW on float32: updates of bfloat16 weights at a learning rate of 1e-6 would round away. So each has a float32
+    """AdamW on float32: at a learning rate of 1e-6, updates of bfloat16 weights would round away. So each has a float32
     master, which sums its gradients and is copied back."""
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     for master in masters:
         master.grad = torch.zeros_like(master)
     return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
-def with_masters(model, optimizer):
-    """Pairs of a weight and its master, of those that have one."""
-    return [pair for pair in zip(model.parameters(), optimizer.param_groups[0]["params"]) if pair[0] is not pair[1]]
-
 def collect_gradients(model, optimizer):
     """Adds the gradients of a micro-batch to those of the masters."""
-    pairs = [(p, master) for p, master in with_masters(model, optimizer) if p.grad is not None]
+    pairs = [(p, master) for p, master in zip(model.parameters(), optimizer.param_groups[0]["params"])
+             if p is not master and p.grad is not None]
     if pairs:
         torch._foreach_add_([master.grad for _, master in pairs], [p.grad for p, _ in pairs])
     for p, _ in pairs:
         p.grad = None
 
+@torch.no_grad()
 def copy_masters(model, optimizer):
-    """Rounds the masters to the weights of the model."""
-    if pairs := with_masters(model, optimizer):
-        torch._foreach_copy_([p.data for p, _ in pairs], [master.data for _, master in pairs])
+    """Rounds the masters to the weights of the model. (A float32 weight is its own master.)"""
+    torch._foreach_copy_([*model.parameters()], optimizer.param_groups[0]["params"])
 
 def apply_update(model, optimizer, means, config):
-    """Clips the gradient and makes the step -> metrics. Two updates are left out: one that is not finite (`skipped`),
-    and one of gradient 0, which would move on Adam's momentum alone."""
+    """Clips the gradient and makes the step -> metrics. Left out are an update that is not finite (`skipped`), and one
+    of gradient 0, which would move on Adam's momentum alone."""
     grad_norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], config.max_grad_norm)
     values = torch.stack([*means, grad_norm.to(means)]).tolist()
     finite = math.isfinite(sum(values))
@@ -626,14 +620,14 @@ def rollout(task, examples, samples, config, bar=""):
 @torch.inference_mode()
 def generate(task, prompts, samples, config, scores=False):
     """Lists of ids -> `samples` completions of each, side by side; with `scores`, their log-probabilities. A prompt is
-    read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts,
-    and rows that have ended leave in between. Qwen's own generation_config, with its top_k and repetition penalty, is
-    another policy than the one trained, so the model has a clean one meanwhile."""
+    read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts;
+    rows that have ended leave in between. The policy that Qwen's generation_config describes (top_k, a repetition
+    penalty) is not the one trained, so the model has a clean one meanwhile."""
     model, own = task.model, task.model.generation_config
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     cache, start = transformers.DynamicCache(config=model.config), inputs["input_ids"].shape[1]
-    if start > 1:  # all but the last token: model.generate starts by reading that one
+    if start > 1:  # all but the last token, which model.generate reads
         model.get_decoder()(**{k: x[:, :-1] for k, x in inputs.items()}, past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(samples)
     ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
@@ -663,21 +657,22 @@ def generate(task, prompts, samples, config, scores=False):
 
 @torch.no_grad()
 def check_sampling(task, config):
-    """Raises ValueError where the policy trained is not the one that samples, which rho = 1 would hide: the logits must
-    be the head's, neither scaled nor capped, and the log-probabilities of a few sampled tokens those of
+    """Raises ValueError where the policy trained is not the one that samples, which rho = 1 would hide. The logits must
+    be the head's, neither scaled nor capped. The log-probabilities of some sampled tokens must be those of
     completion_logprobs, in one slot and in two, on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
-    model, prompts = task.model, [e["prompt_ids"] for e in (task.train[:2] * 2)[:2] for _ in range(4)]
+    model, prompts = task.model, [e["prompt_ids"] for e in (task.train[:2] * 2)[:2]]
     try:
         ids = torch.tensor(prompts[:1], device=model.device)
         logits, hidden = model(ids).logits, model.get_decoder()(ids).last_hidden_state
         if not (model.get_output_embeddings()(hidden) - logits).abs().max() <= 1e-3 * logits.abs().max():  # nor NaN
             raise ValueError("it scales or caps its logits")
         short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
-        completions, logprobs = generate(task, prompts[::4], 4, short, scores=True)
+        completions, logprobs = generate(task, prompts, 4, short, scores=True)
+        sequences = [*zip(prompts[:1] * 4 + prompts[1:] * 4, completions)]
         sampled = pad_sequence([logits.new_tensor(row) for row in logprobs], batch_first=True)
         for slots in ([[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]):
-            trained, _ = completion_logprobs(model, [*zip(prompts, completions)], slots, config.temperature)
+            trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
             difference = (trained - sampled[sum(slots, [])]).abs().sum() / sum(map(len, completions))
             if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
@@ -685,13 +680,13 @@ def check_sampling(task, config):
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from None
 
 # ---- 8. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
-NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-NUMBER_AND_TAIL = re.compile(rf"({NUMBER.pattern})((?:[eE][-+]?|[A-Za-z]+)[0-9]\w*)?")
+NUMBER = r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 
 def gsm8k_number(text: str) -> Decimal | None:
     """The first number after the last ####, else the last of the text, else None. 1e9 is not the number 1."""
     text = text.replace("\N{MINUS SIGN}", "-")
-    numbers = [match for match in NUMBER_AND_TAIL.finditer(text) if not match[2]]
+    matches = re.finditer(rf"({NUMBER})((?:[eE][-+]?|[A-Za-z]+)[0-9]\w*)?", text)
+    numbers = [match for match in matches if not match[2]]
     mark = text.rfind("####") if "####" in text else len(text)
     chosen = [match for match in numbers if match.start() > mark][:1] or numbers[-1:]
     return Decimal(re.sub(r"[$,]", "", chosen[0][1])) if chosen else None
@@ -712,7 +707,7 @@ def normalise_latex(text: str) -> Decimal | str:
     text = re.sub(r"(\\\\)|\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?|[\s~°]", r"\1", text)
     text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", re.sub(r"\\[dt]frac", r"\\frac", text))
     text = re.sub(r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", re.sub(r"\^\{(\w)\}", r"^\1", text))
-    return gsm8k_number(text) if NUMBER.fullmatch(text) else text
+    return gsm8k_number(text) if re.fullmatch(NUMBER, text) else text
 
 def reward_of(read, gold):
     """A reward function: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
@@ -725,7 +720,7 @@ def reward_of(read, gold):
 REWARDS = {
     "exact": reward_of(str.strip, str.strip),
     "gsm8k": reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
-        gsm8k_number(answer) if "####" in answer or NUMBER.fullmatch(answer.strip(" .%")) else None)),
+        gsm8k_number(answer) if "####" in answer or re.fullmatch(NUMBER, answer.strip(" .%")) else None)),
     "boxed": reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
                        lambda answer: normalise_latex(last_boxed(answer) or answer))}
 
@@ -733,11 +728,11 @@ REWARDS = {
 @dataclass
 class Task:
     """What a run works on. An example has prompt (text or chat messages), prompt_ids and the dataset's columns."""
-    train: list[dict]
-    evals: dict[str, list[dict]]
-    tokenizer: transformers.PreTrainedTokenizerBase
+    train: list
+    evals: dict  # name: examples
+    tokenizer: object
     reward: callable
-    model: transformers.PreTrainedModel = None
+    model: object = None
 
     def end_ids(self) -> list[int]:
         """Every id that ends a completion: Qwen has two, and pads with one of them."""
@@ -745,7 +740,7 @@ class Task:
         return sorted({*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None})
 
 def load_task(config) -> Task:
-    """The user's data and model, or the embedded ones. Faulty data shows before a model is loaded."""
+    """The user's data and model, or the embedded ones. What is wrong with data shows before a model is loaded."""
     if config.model:
         if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
             raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
@@ -764,16 +759,18 @@ def load_task(config) -> Task:
     for name, trial in {"the training data": train[:100], **evals}.items():
         if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
             raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False,
-    ) if config.model else warm_started(tokenizer).to(DTYPE)
-    task.model = model.to(DEVICE).eval()
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable()
     longest = max(len(e["prompt_ids"]) for e in sum(evals.values(), train)) + config.max_completion_tokens
+    if config.model:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False)
+    else:
+        model = warm_started(tokenizer).to(DTYPE)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > positions:
         raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {positions} positions")
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    task.model = model.to(DEVICE).eval()
     check_sampling(task, config)
     print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE}")
     return task
@@ -781,12 +778,12 @@ def load_task(config) -> Task:
 def reward_completions(task, examples, completions) -> torch.Tensor:
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
     rows = [e for e, group in zip(examples, completions) for _ in group]
-    texts = [task.tokenizer.decode(ids, skip_special_tokens=True) for group in completions for ids in group]
+    texts = task.tokenizer.batch_decode(sum(completions, []), skip_special_tokens=True)
     for i, example in enumerate(rows):
         if not isinstance(example["prompt"], str):  # a chat
             texts[i] = [{"role": "assistant", "content": texts[i]}]
     own = {"prompt", "prompts", "prompt_ids", "completions"}
-    columns = {key: [e[key] for e in rows] for key in examples[0].keys() - own}
+    columns = {name: [e[name] for e in rows] for name in examples[0].keys() - own}
     values = task.reward(prompts=[e["prompt"] for e in rows], completions=texts, **columns)
     rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     if rewards.shape != (len(rows),) or rewards.isinf().any():
@@ -797,19 +794,19 @@ def load_examples(spec: str, split: str, config, tokenizer) -> list[dict]:
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
     path, *name = re.split(r":(?![^\[]*\])", spec)  # a colon within [] is of a slice
     split = name.pop() if name else split
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    if kind and Path(path).is_file() and Path(path).stat().st_size == 0:
+    if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     files = {split.partition("[")[0]: path} if kind else None
     rows = load_dataset(kind or path, *name, data_files=files, split=split)
-    flat, columns = rows.flatten(), {}  # flat: verl nests the answer
-    for column in ("prompt", "answer"):
-        found = [name for name in getattr(config, f"{column}_column").split(",") if name in flat.column_names]
-        if not found and (column == "prompt" or config.reward in REWARDS):  # a reward of one's own needs no answer
-            raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}: --{column}_column names one")
-        columns[column] = flat[found[0]] if found else [None] * len(rows)
+    flat, columns = rows.flatten(), []  # flat: verl nests the answer
+    for option in ("prompt_column", "answer_column"):
+        found = [name for name in getattr(config, option).split(",") if name in flat.column_names]
+        if not found and (option == "prompt_column" or config.reward in REWARDS):  # one's own reward needs no answer
+            raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}: --{option} names one")
+        columns.append(flat[found[0]] if found else [None] * len(rows))
     template, examples = json.loads(config.chat_template_kwargs), []
-    for row, prompt, answer in zip(rows, columns["prompt"], columns["answer"]):
+    for row, prompt, answer in zip(rows, *columns):
         if not prompt:
             continue
         if tokenizer.chat_template:
@@ -938,36 +935,36 @@ def evaluate(task, config) -> dict:
     mean = lambda values: values.mean().item() if len(values) else None
     for name, examples in task.evals.items():
         rewards = reward_completions(task, examples, rollout(task, examples, k, config, f"evaluating {name}"))
-        graded.append(rewards[~rewards.isnan().any(dim=1)])
-        sets[name] = {"prompts": len(graded[-1]), f"avg@{k}": mean(graded[-1]), f"pass@{k}": mean(graded[-1].amax(1))}
+        rewards = rewards[~rewards.isnan().any(dim=1)]
+        graded.append(rewards)
+        sets[name] = {"prompts": len(rewards), f"avg@{k}": mean(rewards), f"pass@{k}": mean(rewards.amax(dim=1))}
     return {"accuracy": mean(torch.cat(graded)), **sets}
 
 def step_record(task, progress, step) -> tuple[dict, dict]:
     """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of rewards and
     completions are over prompts that are graded, by their weight, so they speak of the whole window."""
-    rewards, weights, completions, updates = (step[x] for x in ("rewards", "weights", "completions", "updates"))
+    rewards, weights, completions = step["rewards"], step["weights"], step["completions"]
     graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
     w = step["prompt_weights"] * graded
-    mean = lambda of_prompts: (w @ of_prompts.double().nan_to_num() / w.sum()).nan_to_num().item()
-    lengths = torch.tensor([[float(len(ids)) for ids in group] for group in completions])
-    cut = torch.tensor([[float(ids[-1] not in ends) for ids in group] for group in completions])
+    mean = lambda x: (w @ torch.as_tensor(x).double().mean(dim=1).nan_to_num() / w.sum()).nan_to_num().item()
     record = dict(
-        step=progress.step, learning_rate=step["learning_rate"], prompts_seen=step["N"], prompts_rolled=len(w),
-        prompts_pruned=step["N"] - len(w), ungradable_prompts=int((~graded).sum()), reward=mean(rewards.mean(dim=1)),
-        zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1)), truncated_fraction=mean(cut.mean(dim=1)),
-        completion_length=mean(lengths.mean(dim=1)), weight_max=weights.max().item(),
+        step=progress.step, cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,
+        prompts_seen=step["N"], prompts_rolled=len(w), prompts_pruned=step["N"] - len(w),
+        ungradable_prompts=int((~graded).sum()), reward=mean(rewards),
+        zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1, keepdim=True)),
+        truncated_fraction=mean([[ids[-1] not in ends for ids in group] for group in completions]),
+        completion_length=mean([[len(ids) for ids in group] for group in completions]), weight_max=weights.max().item(),
         effective_sample_size=(weights.sum() ** 2 / weights.square().sum()).nan_to_num().item())
-    for name in updates[0]:  # the mean of several updates
-        values = [update[name] for update in updates if update[name] is not None]
+    for name in step["updates"][0]:  # the mean of several updates
+        values = [update[name] for update in step["updates"] if update[name] is not None]
         record[name] = sum(values) / len(values) if values else None
-    record |= dict(
-        rollout_seconds=step["rollout_seconds"], train_seconds=step["train_seconds"],
-        cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9)
-    example, of_group = step["examples"][0], {x: step[x][0].tolist() for x in ("rewards", "advantages", "weights")}
-    of_group["rewards"] = [None if math.isnan(reward) else reward for reward in of_group["rewards"]]
+    record |= {name: step[name] for name in ("learning_rate", "rollout_seconds", "train_seconds")}
+    first = {name: step[name][0].tolist() for name in ("rewards", "advantages", "weights")}
+    first["rewards"] = [None if math.isnan(reward) else reward for reward in first["rewards"]]
+    prompt, answer = step["examples"][0]["prompt"], step["examples"][0].get("answer")
     return record, dict(
-        step=progress.step, prompt=example["prompt"], answer=example.get("answer"), **of_group,
-        prompt_weight=step["prompt_weights"][0].item(), completions=task.tokenizer.batch_decode(completions[0]))
+        step=progress.step, prompt=prompt, answer=answer, completions=task.tokenizer.batch_decode(completions[0]),
+        prompt_weight=step["prompt_weights"][0].item(), **first)
 
 def save_checkpoint(run):
     """Writes all that a run needs to go on, and then replaces the last checkpoint."""
@@ -979,25 +976,23 @@ def save_checkpoint(run):
         os.fsync(file.fileno())
     (run.out / "partial.pt").replace(run.out / "checkpoint.pt")  # if killed, the last one is whole
 
+@torch.no_grad()
 def load_checkpoint(run, saved):
     """Takes a run up where its checkpoint was written."""
-    sizes = saved["progress"]["sizes"]
-    for file, size in zip(run.files, sizes):
+    run.progress = SimpleNamespace(**saved["progress"])
+    for file, size in zip(run.files, run.progress.sizes):
         if file.tell() < size:
             raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
-    run.progress = SimpleNamespace(**saved["progress"])
     run.optimizer.load_state_dict(saved["optimizer"])
-    for master, weight in zip(run.optimizer.param_groups[0]["params"], saved["weights"], strict=True):
-        master.data.copy_(weight)
+    torch._foreach_copy_(run.optimizer.param_groups[0]["params"], saved["weights"])
     copy_masters(run.task.model, run.optimizer)
-    for file, size in zip(run.files, sizes):
+    for file, size in zip(run.files, run.progress.sizes):
         file.truncate(size)  # what came after the checkpoint comes again
 
 def start(config, task=None) -> SimpleNamespace:
     """A run that is ready for its next step."""
-    out, saved = Path(config.output_dir), None
-    if folder := config.resume or config.history:  # weights_only: nothing in it is executed
-        saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)
+    out, folder = Path(config.output_dir), config.resume or config.history
+    saved = folder and torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)  # runs no code
     out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
     if not config.resume and any(out.iterdir()):
         raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
@@ -1086,8 +1081,8 @@ def main():
         train(run)
     except KeyboardInterrupt:
         saved = run and (run.out / "checkpoint.pt").exists()
-        command = saved and shlex.join(["python", "dppo.py", "--resume", str(run.out)])
-        print(f"\ngo on with: {command}" if saved else "\nstopped before the first checkpoint of this run")
+        print("\ngo on with: " + shlex.join(["python", "dppo.py", "--resume", str(run.out)])
+              if saved else "\nstopped before the first checkpoint of this run")
         sys.exit(130)
     except torch.OutOfMemoryError:
         sys.exit("dppo.py: out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size")
@@ -1095,10 +1090,10 @@ def main():
         if run:
             raise
         message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
-        others = re.compile(r"site-packages|[Ll]ib.python3|^<|" + re.escape(__file__))
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if not others.search(frame.filename)]
-        for frame in own[:1]:  # the user's own reward or rule
-            message += f" (in {frame.name}, {frame.filename}, line {frame.lineno})"
+        for file, line, name, _ in traceback.extract_tb(error.__traceback__):
+            if file != __file__ and not re.search("site-packages|[Ll]ib.python3|^<", file):  # the user's own code
+                message += f" (in {name}, {file}, line {line})"
+                break
         print(f"dppo.py: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
