@@ -65,12 +65,12 @@ from tqdm import tqdm
 
 def setting(default, text: str, least: float = 0, most: float = 1e15):
     """A field of Settings, with its line of --help and the bounds of a number."""
-    return field(default=default, metadata={"help": text, "least": least, "most": most})
+    return field(default=default, metadata=dict(help=text, least=least, most=most))
 
 @dataclass
 class Settings:
-    """The method's settings. Config, on the lower floor, adds those of model, data and run, checks
-    them all, and replaces None by a default that fits the task."""
+    """The method's settings. Config, on the lower floor, adds those of model, data and run, and
+    checks them all. Of two defaults, the second is that of the embedded task."""
 
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
@@ -80,10 +80,10 @@ class Settings:
     group_size: int = setting(8, "G, completions of each prompt", least=2)
     inner_epochs: int = setting(1, "updates on each rollout", least=1)
     beta: float = setting(0.0, "weight of the KL term")
-    learning_rate: float = setting(None, "after the warm-up; default 1e-6, embedded task 5e-5")
+    learning_rate: float = setting((1e-6, 5e-5), "after the warm-up")
     warmup_steps: int = setting(10, "steps in which the learning rate rises")
-    temperature: float = setting(None, "of the policy; default 1, embedded task 0.7", least=1e-3)
-    max_completion_tokens: int = setting(None, "default 1024, embedded task 22", least=1)
+    temperature: float = setting((1.0, 0.7), "of the policy", least=1e-3)
+    max_completion_tokens: int = setting((1024, 22), "longer ones are cut", least=1)
 
 # By objective, how far rho may go down and up from 1.
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
@@ -157,6 +157,10 @@ class Rule:
         for name, value in self.remembers.items():
             self.memory[name] = torch.full((prompt_count,), value, dtype=torch.float64)
 
+    def has_gradient(self, advantages: torch.Tensor) -> torch.Tensor:
+        """(B, G) bool: A is not 0, or there is a KL term."""
+        return (advantages != 0) | (self.config.beta > 0)
+
     def prompt_probabilities(self) -> torch.Tensor:
         """(all prompts,) float64 pi of each prompt, from memory alone."""
         return torch.ones(self.prompt_count, dtype=torch.float64)
@@ -170,10 +174,6 @@ class Rule:
 
 class GRPOSkip(Rule):
     """GRPO without the completions that have no gradient. This costs neither bias nor variance."""
-
-    def has_gradient(self, advantages: torch.Tensor) -> torch.Tensor:
-        """(B, G) bool: A is not 0, or there is a KL term."""
-        return (advantages != 0) | (self.config.beta > 0)
 
     def completion_probabilities(self, advantages, prompt_weights):
         return self.has_gradient(advantages).double()
@@ -315,9 +315,7 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
         rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
     table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); pads are at position 0
     table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # to a multiple of 8
-    input_ids, position_ids, predicts = table.unbind(dim=2)  # (slots, length)
-    places = predicts.flatten().nonzero().squeeze(1)  # (completion tokens,) where each is predicted
-    logprobs, entropies = token_logprobs(model, input_ids, position_ids, places, temperature)
+    logprobs, entropies = token_logprobs(model, table, sum(lengths), temperature)
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
 
 @torch.no_grad()
@@ -395,8 +393,7 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
             ref_logprobs = pad_sequence([ref[i] for i in batch], batch_first=True)
         loss, clipped, kl = policy_loss(
             logprobs, old_logprobs, ref_logprobs, lengths, A, w, N, m, config)
-        loss.backward()
-        collect_gradients(model, optimizer)  # in float32
+        loss.backward()  # gradients are summed in float32
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
     means = metric_sums / max(1, tokens)  # for the record only: the loss divides by N G
@@ -483,24 +480,20 @@ LOGIT_CHUNK = 512  # tokens that have logits at a time: with Qwen's vocabulary t
 
 # ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
-    """(n,) scores -> (n,) pi = min(1, c score), at least `floor`, 1 without a score. They sum to as many as those of
-    keep_probabilities, or as score above 0. Pruning adds sum (1/pi - 1) |g|^2 to the gradient's variance. At a given
+    """Scores -> pi = min(1, c score), at least `floor`, 1 without a score. Their sum is that of keep_probabilities
+    (without floor, of scores above 0). Pruning adds sum (1/pi - 1) |g|^2 to the gradient's variance. At a given
     sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly so to |A|."""
-    keep = int(keep_probabilities(scores, rate).sum().round())
-    scores = torch.where(scores.isnan(), math.inf, scores.double())
-    if keep == 0:  # of none
-        return scores
-    smallest = torch.where(scores > 0, scores, 1e300).min()
-    scores = scores / scores.kthvalue(len(scores) - keep + 1).values.clamp(smallest, 1e300)
-    pi, low, high = torch.empty_like(scores), 0.0, 1.0  # with c = 1, at least `keep` of these scores have pi = 1
-    for _ in range(40):  # bisection: sum(pi) grows with c
-        c = (low + high) / 2
+    keep = keep_probabilities(scores[(scores != 0) | (floor > 0)], rate).sum().round()
+    scores = scores.double().nan_to_num(math.inf)
+    pi, low, high = torch.empty_like(scores), 1e-150, 1e150
+    for _ in range(50):  # bisection: sum(pi) grows with c
+        c = math.sqrt(low * high)
         low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
     return (high * scores).clamp(floor, 1)
 
-class OptimalDPPO(GRPOSkip):
-    """A completion's score is |A| times the weight of its prompt, as its gradient enters. A prompt's score is the root
-    mean square of A that its next group should have."""
+class OptimalDPPO(Rule):
+    """A completion's score is |A| times the weight of its prompt, as its gradient enters. A prompt's is the root mean
+    square A that its next group should have."""
     remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}  # right, wrong: r and 1 - r, summed with decay
     floor = 0.07  # of pi, where what looks useless may have a gradient: weights are at most 15
     prior = 0.05  # a and b of a prompt's success rate: most are solved nearly always or nearly never
@@ -510,11 +503,9 @@ class OptimalDPPO(GRPOSkip):
         return optimal_probabilities(self.memory["score"], self.config.prompt_prune_rate, self.floor)
 
     def completion_probabilities(self, advantages, prompt_weights):
-        trainable, pi = self.has_gradient(advantages), torch.zeros_like(advantages)
-        scores = (advantages.abs() * prompt_weights[:, None])[trainable]
+        scores = advantages.abs() * prompt_weights[:, None]
         floor = self.floor * (self.config.beta > 0)  # with KL, A = 0 has a gradient too
-        pi[trainable] = optimal_probabilities(scores, self.config.completion_prune_rate, floor)
-        return pi
+        return optimal_probabilities(scores, self.config.completion_prune_rate, floor)
 
     def update(self, prompts, rewards, advantages):
         """At success rate p the mean of A^2 is p (1 - p). Scaled by the std it is 1, or 0 if all G are right or wrong:
@@ -527,8 +518,8 @@ class OptimalDPPO(GRPOSkip):
                 right[q] = self.decay * right[q] + group.sum()
                 wrong[q] = self.decay * wrong[q] + (1 - group).sum()
         a, b = self.prior + right[prompts], self.prior + wrong[prompts]  # (B,)
-        i = torch.arange(self.config.group_size)
-        square = 1 - sum(((x[:, None] + i) / ((a + b)[:, None] + i)).prod(dim=1) for x in (a, b))
+        i = torch.arange(self.config.group_size)[:, None]
+        square = 1 - sum(((x + i) / (a + b + i)).prod(dim=0) for x in (a, b))
         if self.config.objective == "dr_grpo":
             square = a * b / ((a + b) * (a + b + 1))
         self.memory["score"][prompts] = square.sqrt()
@@ -538,10 +529,10 @@ RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": Opti
 def checked(method, *inputs):
     """The probabilities of a rule's method, in float64. Raises ValueError where they would bias in silence."""
     rule, pi = method.__self__, method(*inputs).double()
-    may_be_zero = (inputs[0] == 0) & (rule.config.beta == 0) if inputs else torch.zeros(rule.prompt_count) > 0
-    may_be_zero |= not rule.unbiased and bool(inputs or pi.any())
-    if pi.shape != may_be_zero.shape or not torch.where(pi == 0, may_be_zero, (pi > 0) & (pi <= 1 + 1e-9)).all():
-        raise ValueError(f"{method.__qualname__} must give {tuple(may_be_zero.shape)} probabilities, 0 < pi <= 1; "
+    needed = rule.has_gradient(inputs[0]) if inputs else torch.ones(rule.prompt_count) > 0
+    needed &= rule.unbiased or not (inputs or pi.any())
+    if pi.shape != needed.shape or not (torch.where(needed, pi > 0, pi >= 0) & (pi <= 1 + 1e-9)).all():
+        raise ValueError(f"{method.__qualname__} must give {tuple(needed.shape)} probabilities, 0 < pi <= 1; "
                          "0 only for completions without gradient, or if unbiased = False")
     return pi
 
@@ -552,78 +543,67 @@ def named(option, name, known):
     return known.get(name) or pkgutil.resolve_name(name)
 
 # ---- 7. The model: forward pass, optimizer, rollout
-def token_logprobs(model, input_ids, position_ids, places, temperature):
-    """(slots, length) token and position ids, (K,) flat places -> (K,) log-probabilities of the tokens that follow,
-    (K,) entropies. Only these places get logits, chunk by chunk, again in the backward pass."""
-    ids = torch.cat([input_ids.flatten(), position_ids.flatten(), places])  # one copy to the device
-    ids, positions, places = ids.to(model.device, non_blocking=True).split([input_ids.numel()] * 2 + [len(places)])
+def token_logprobs(model, table, count, temperature):
+    """(slots, length, 3) token ids, position ids, and 1 at the `count` places before tokens of completions -> (count,)
+    log-probabilities of these, (count,) entropies. Only there are logits, by chunks, again in the backward pass."""
+    input_ids, position_ids, predicts = table.to(model.device, non_blocking=True).unbind(dim=2)
+    places = predicts.flatten().nonzero_static(size=count).squeeze(1)  # the host need not wait
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
         module.training = getattr(module, "gradient_checkpointing", False)
-    hidden = model.get_decoder()(input_ids=ids.view_as(input_ids), position_ids=positions.view_as(input_ids),
-                                 use_cache=False).last_hidden_state.flatten(0, 1)[places]
+    hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
     model.eval()
-    entropies = []
 
-    def of_chunk(number, hidden, targets):
-        logprobs = model.get_output_embeddings()(hidden).float().div_(temperature).log_softmax(dim=-1)
-        if number == len(entropies):  # not again in the backward pass
-            entropies.append(torch.special.entr(logprobs.detach().exp()).sum(dim=-1))
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    def of_chunk(places):
+        logprobs = model.get_output_embeddings()(hidden.flatten(0, 1)[places]).float().div_(temperature).log_softmax(-1)
+        of_tokens = logprobs.gather(-1, input_ids.flatten()[places + 1, None]).squeeze(-1)  # computed again up to here
+        return of_tokens, torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
 
-    chunks = enumerate(zip(hidden.split(LOGIT_CHUNK), ids[places + 1].split(LOGIT_CHUNK)))
-    logprobs = [checkpoint(of_chunk, i, *x, use_reentrant=False, preserve_rng_state=False) for i, x in chunks]
-    return torch.cat(logprobs), torch.cat(entropies)
-
-def make_optimizer(model, config):
-    """AdamW on float32: at a learning rate of 1e-6, updates of bfloat16 weights would round away. So each has a float32
-    master, which sums its gradients and is copied back."""
-    masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-
-def collect_gradients(model, optimizer):
-    """Adds the gradients of a micro-batch to those of the masters."""
-    pairs = [(p, master) for p, master in zip(model.parameters(), optimizer.param_groups[0]["params"])
-             if p is not master and p.grad is not None]
-    if pairs:
-        torch._foreach_add_([master.grad for _, master in pairs], [p.grad for p, _ in pairs])
-    for p, _ in pairs:
-        p.grad = None
+    chunks = [checkpoint(of_chunk, x, use_reentrant=False, preserve_rng_state=False) for x in places.split(LOGIT_CHUNK)]
+    return [torch.cat(parts) for parts in zip(*chunks)]
 
 @torch.no_grad()
-def copy_masters(model, optimizer):
-    """Rounds the masters to the weights of the model. (A float32 weight is its own master.)"""
-    torch._foreach_copy_([*model.parameters()], optimizer.param_groups[0]["params"])
+def make_optimizer(model, config):
+    """AdamW on float32: at a learning rate of 1e-6, updates of bfloat16 weights would round away. So each has a float32
+    master, which is rounded to it (a float32 weight is its own), and a float32 sum of its gradients."""
+    for p in model.parameters():
+        p.grad_dtype, p.grad = None, torch.zeros_like(p, dtype=torch.float32)  # None: any
+    masters = [p.float() for p in model.parameters()]
+    return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
+@torch.no_grad()
 def apply_update(model, optimizer, means, config):
     """Clips the gradient and makes the step -> metrics. Left out are an update that is not finite (`skipped`), and one
     of gradient 0, which would move on Adam's momentum alone."""
-    grad_norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], config.max_grad_norm)
-    values = torch.stack([*means, grad_norm.to(means)]).tolist()
+    weights, masters = [*model.parameters()], optimizer.param_groups[0]["params"]
+    for p, master in zip(weights, masters):
+        master.grad = p.grad
+    grad_norm = torch.nn.utils.clip_grad_norm_(masters, config.max_grad_norm)
+    values = torch.hstack([means, grad_norm]).tolist()
     finite = math.isfinite(sum(values))
     if finite and values[-1] > 0:
         optimizer.step()
-        copy_masters(model, optimizer)
+        torch._foreach_copy_(weights, masters)
     optimizer.zero_grad(set_to_none=False)
     names = ("entropy", "clip_fraction", "kl", "grad_norm")
     return dict(zip(names, values if finite else [None] * 4), skipped=int(not finite))
 
 def rollout(task, examples, samples, config, bar=""):
     """`samples` completions of each example, in token ids: completions[q][i] ends with its first end id, or is cut."""
-    completions, size = [], max(1, config.rollout_batch_size // samples)
+    ids, size = [], max(1, config.rollout_batch_size // samples)
     for start in tqdm(range(0, len(examples), size), bar, leave=False, disable=not bar):
-        ids, _ = generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)
-        completions += [ids[i:i + samples] for i in range(0, len(ids), samples)]
-    return completions
+        ids += generate(task, [e["prompt_ids"] for e in examples[start:start + size]], samples, config)[0]
+    return [ids[i:i + samples] for i in range(0, len(ids), samples)]
 
 @torch.inference_mode()
 def generate(task, prompts, samples, config, scores=False):
-    """Lists of ids -> `samples` completions of each, side by side; with `scores`, their log-probabilities. A prompt is
-    read once for all its samples. model.generate goes on until its last row has ended, so it is called in six parts;
-    rows that have ended leave in between. The policy that Qwen's generation_config describes (top_k, a repetition
-    penalty) is not the one trained, so the model has a clean one meanwhile."""
-    model, own = task.model, task.model.generation_config
+    """Lists of ids -> `samples` completions of each, side by side; with `scores`, their log-probabilities, padded. A
+    prompt is read once for all its samples. model.generate goes on until its last row has ended, so it is called in six
+    parts; rows that have ended leave in between. Qwen's generation_config (top_k, a repetition penalty) is not of the
+    policy that is trained, so a shallow copy of the model has a clean one."""
+    model = copy.copy(task.model)
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
+        pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
     inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     cache, start = transformers.DynamicCache(config=model.config), inputs["input_ids"].shape[1]
@@ -632,28 +612,21 @@ def generate(task, prompts, samples, config, scores=False):
         cache.batch_repeat_interleave(samples)
     ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
     rows, ends = torch.arange(len(ids), device=ids.device), ids.new_tensor(task.end_ids())
-    tokens = torch.full((len(ids), config.max_completion_tokens), -1, device=ids.device)
+    tokens = ids.new_full((len(ids), config.max_completion_tokens), -1)
     logprobs = tokens.float()
-    try:
-        model.generation_config = transformers.GenerationConfig(
-            do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
-            pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-        for part in torch.arange(config.max_completion_tokens).chunk(6):
-            output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
-            ids, old, new = output.sequences, mask.shape[1] - start, output.sequences.shape[1] - start
-            tokens[rows, :new] = ids[:, start:]
-            if scores:
-                logprobs[rows, old:new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
-            live = ~torch.isin(tokens[rows], ends).any(dim=1)
-            if not live.any():
-                break
-            cache.batch_select_indices(live)
-            rows, ids, mask = rows[live], ids[live], torch.nn.functional.pad(mask[live], (0, new - old), value=1)
-    finally:
-        model.generation_config = own
-    ended = torch.isin(tokens, ends)
-    lengths = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
-    return [[row[:length] for row, length in zip(part.tolist(), lengths)] for part in (tokens, logprobs)]
+    for part in torch.arange(config.max_completion_tokens).chunk(6):
+        output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=len(part))
+        ids, new = output.sequences, output.sequences.shape[1] - start
+        tokens[rows, :new] = ids[:, start:]
+        if scores:
+            logprobs[rows, part[0]:new] = model.compute_transition_scores(ids, output.scores, normalize_logits=True)
+        live = ~torch.isin(tokens[rows], ends).any(dim=1)
+        if not live.any():
+            break
+        cache.batch_select_indices(live)
+        rows, ids, mask = rows[live], ids[live], torch.nn.functional.pad(mask[live], (0, len(part)), value=1)
+    lengths = (torch.isin(tokens, ends).cumsum(dim=1) == 0).sum(dim=1) + 1  # one too many for what is cut
+    return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())], logprobs
 
 @torch.no_grad()
 def check_sampling(task, config):
@@ -670,48 +643,46 @@ def check_sampling(task, config):
         short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
         completions, logprobs = generate(task, prompts, 4, short, scores=True)
         sequences = [*zip(prompts[:1] * 4 + prompts[1:] * 4, completions)]
-        sampled = pad_sequence([logits.new_tensor(row) for row in logprobs], batch_first=True)
-        for slots in ([[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]):
+        for slots in ([[*range(8)]], [[0, 2, 4, 6], [1, 3, 5, 7]]):
             trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
-            difference = (trained - sampled[sum(slots, [])]).abs().sum() / sum(map(len, completions))
+            sampled = logprobs[sum(slots, []), :trained.shape[1]].where(trained != 0, 0)
+            difference = (trained - sampled).abs().sum() / sum(map(len, completions))
             if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ValueError(f"log-probabilities in rollout and packed training differ by {difference:.2g}")
     except Exception as error:  # also inside models without the cache or the layers that this needs
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from None
 
 # ---- 8. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
-NUMBER = r"(?:(?<![\w)])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+NUMBER = r"(?:(?<![\w)])-\$?|\$-?)?(?a:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 
-def gsm8k_number(text: str) -> Decimal | None:
+def gsm8k_number(text):
     """The first number after the last ####, else the last of the text, else None. 1e9 is not the number 1."""
     text = text.replace("\N{MINUS SIGN}", "-")
-    matches = re.finditer(rf"({NUMBER})((?:[eE][-+]?|[A-Za-z]+)[0-9]\w*)?", text)
-    numbers = [match for match in matches if not match[2]]
-    mark = text.rfind("####") if "####" in text else len(text)
-    chosen = [match for match in numbers if match.start() > mark][:1] or numbers[-1:]
-    return Decimal(re.sub(r"[$,]", "", chosen[0][1])) if chosen else None
+    numbers = [match for match in re.finditer(rf"{NUMBER}((?:[eE][-+]|[A-Za-z]+)[0-9]\w*)?", text) if not match[1]]
+    mark = text.rfind("####")
+    chosen = [match for match in numbers if match.start() > mark >= 0] or numbers[::-1]
+    return Decimal(re.sub("[$,]", "", chosen[0][0])) if chosen else None
 
-def last_boxed(text: str) -> str | None:
-    """The inside of the last \\boxed{...}, nested braces included; None if there is none or it is never closed."""
-    start = max((match.end() for match in re.finditer(r"\\boxed\s*\{", text)), default=len(text))
+def boxed(text, unboxed=""):
+    """The inside of the last \\boxed{...}, nested braces included, or `unboxed` if there is none or it is never closed:
+    a number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction or a final dot."""
+    *before, inside = re.split(r"\\boxed\s*\{", text)
     depth = 1
-    for token in re.finditer(r"\\.|[{}]", text[start:]):
+    for token in re.finditer(r"\\.|[{}]", inside):
         depth += {"{": 1, "}": -1}.get(token[0], 0)  # \{ and \} are characters, not braces
-        if depth == 0:
-            return text[start:start + token.start()]
-
-def normalise_latex(text: str) -> Decimal | str:
-    """A number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction or a final dot."""
-    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").rstrip(". ")
+        if before and depth == 0:
+            unboxed = inside[:token.start()]
+            break
+    text = unboxed.replace("\N{MINUS SIGN}", "-").rstrip(". ")
     text = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"(\\\\)|\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?|[\s~°]", r"\1", text)
-    text = re.sub(r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}", re.sub(r"\\[dt]frac", r"\\frac", text))
-    text = re.sub(r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", re.sub(r"\^\{(\w)\}", r"^\1", text))
+    text = re.sub(r"(\\\\)|\\(?:left\b|right\b|[!,;: $%])|\^\{?\\circ\}?|[$%\s~°]|(?<=\\)[dt](?=frac)", r"\1", text)
+    text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"\{([\w,])\}", r"\1", text)  # for TeX, too, \frac12 is \frac{1}{2}
     return gsm8k_number(text) if re.fullmatch(NUMBER, text) else text
 
 def reward_of(read, gold):
-    """A reward function: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
-    def reward(prompts, completions, answer, **columns) -> list[float | None]:
+    """A reward: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
+    def reward(prompts, completions, answer, **columns):
         texts = (c if isinstance(c, str) else c[-1]["content"] for c in completions)  # chat: one assistant message
         golds = (gold(str(a)) if isinstance(a, (str, int, float)) else None for a in answer)
         return [None if g in (None, "") else float(read(text) == g) for text, g in zip(texts, golds)]
@@ -720,38 +691,38 @@ def reward_of(read, gold):
 REWARDS = {
     "exact": reward_of(str.strip, str.strip),
     "gsm8k": reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
-        gsm8k_number(answer) if "####" in answer or re.fullmatch(NUMBER, answer.strip(" .%")) else None)),
-    "boxed": reward_of(lambda text: normalise_latex(last_boxed(text) or ""),
-                       lambda answer: normalise_latex(last_boxed(answer) or answer))}
+        gsm8k_number(answer) if re.search(rf"####|^[ .%]*{NUMBER}[ .%]*\Z", answer) else None)),
+    "boxed": reward_of(boxed, lambda answer: boxed(answer, answer))}
 
 # ---- 9. Tasks: data, reward, model
 @dataclass
 class Task:
-    """What a run works on. An example has prompt (text or chat messages), prompt_ids and the dataset's columns."""
+    """What a run works on. An example has prompt (text or messages), prompt_ids and the dataset's columns."""
     train: list
     evals: dict  # name: examples
     tokenizer: object
     reward: callable
     model: object = None
 
-    def end_ids(self) -> list[int]:
+    def end_ids(self):
         """Every id that ends a completion: Qwen has two, and pads with one of them."""
         ids = self.model.generation_config.eos_token_id
         return sorted({*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None})
 
-def load_task(config) -> Task:
-    """The user's data and model, or the embedded ones. What is wrong with data shows before a model is loaded."""
+def load_task(config):
+    """The user's data and model, or the embedded ones. Wrong data shows before a model is loaded."""
     if config.model:
-        if not (Path(config.model).is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
+        if not (os.path.isdir(config.model) or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
             raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.model, padding_side="left", trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         train = load_examples(config.dataset, "train", config, tokenizer)
-        held_out = 0 if config.eval_dataset else min(config.eval_prompts, len(train) // 5)
-        evals, train = {"held out": train[:held_out]}, train[held_out:]
-        for spec in filter(None, config.eval_dataset.split(",")):
-            evals[spec] = load_examples(spec, "test", config, tokenizer)[:config.eval_prompts]
+        evals = {spec: load_examples(spec, "test", config, tokenizer)[:config.eval_prompts]
+                 for spec in config.eval_dataset.split(",") if spec}
+        if not evals:
+            size = min(config.eval_prompts, len(train) // 5)
+            evals, train = {"held out": train[:size]}, train[size:]
     else:
         train, evals, tokenizer = sorting_data(config)
     evals = {name: examples for name, examples in evals.items() if examples}
@@ -775,112 +746,108 @@ def load_task(config) -> Task:
     print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE}")
     return task
 
-def reward_completions(task, examples, completions) -> torch.Tensor:
+def reward_completions(task, examples, completions):
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
-    rows = [e for e, group in zip(examples, completions) for _ in group]
     texts = task.tokenizer.batch_decode(sum(completions, []), skip_special_tokens=True)
-    for i, example in enumerate(rows):
-        if not isinstance(example["prompt"], str):  # a chat
-            texts[i] = [{"role": "assistant", "content": texts[i]}]
-    own = {"prompt", "prompts", "prompt_ids", "completions"}
-    columns = {name: [e[name] for e in rows] for name in examples[0].keys() - own}
-    values = task.reward(prompts=[e["prompt"] for e in rows], completions=texts, **columns)
-    rewards = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-    if rewards.shape != (len(rows),) or rewards.isinf().any():
-        raise ValueError(f"the reward function must return {len(rows)} finite numbers or None, one a completion")
+    columns = {name: [e[name] for e in examples for _ in completions[0]] for name in examples[0]}
+    del columns["prompt_ids"]
+    prompts = columns["prompts"] = columns.pop("prompt")
+    columns["completions"] = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]  # a chat
+                              for prompt, text in zip(prompts, texts)]
+    rewards = torch.tensor([math.nan if value is None else value for value in task.reward(**columns)], dtype=float)
+    if rewards.shape != (len(texts),) or rewards.isinf().any():
+        raise ValueError(f"the reward function must return {len(texts)} finite numbers or None, one a completion")
     return rewards.view(len(examples), -1)
 
-def load_examples(spec: str, split: str, config, tokenizer) -> list[dict]:
+def load_examples(spec, split, config, tokenizer):
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
     path, *name = re.split(r":(?![^\[]*\])", spec)  # a colon within [] is of a slice
-    split = name.pop() if name else split
+    *name, split = name or [split]
     if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    files = {split.partition("[")[0]: path} if kind else None
+    files = {split.split("[")[0]: path} if kind else None
     rows = load_dataset(kind or path, *name, data_files=files, split=split)
-    flat, columns = rows.flatten(), []  # flat: verl nests the answer
-    for option in ("prompt_column", "answer_column"):
-        found = [name for name in getattr(config, option).split(",") if name in flat.column_names]
-        if not found and (option == "prompt_column" or config.reward in REWARDS):  # one's own reward needs no answer
-            raise ValueError(f"{spec} has the columns {', '.join(flat.column_names)}: --{option} names one")
-        columns.append(flat[found[0]] if found else [None] * len(rows))
-    template, examples = json.loads(config.chat_template_kwargs), []
+    flat, columns = rows.flatten()[:], []  # flat: verl nests the answer
+    for option, needed in ("prompt_column", True), ("answer_column", config.reward in REWARDS):
+        found = [flat[name] for name in getattr(config, option).split(",") if name in flat]
+        if needed and not found:  # one's own reward needs no answer
+            raise ValueError(f"{spec} has the columns {', '.join(flat)}: --{option} names one")
+        columns += found[:1] or [[None] * len(rows)]
+    template, system, examples = json.loads(config.chat_template_kwargs), config.system_prompt, []
     for row, prompt, answer in zip(rows, *columns):
         if not prompt:
             continue
         if tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if config.system_prompt:
-                others = [message for message in prompt if message["role"] != "system"]
-                prompt = [{"role": "system", "content": config.system_prompt}, *others]
+            if system:
+                prompt = [{"role": "system", "content": system}] + [turn for turn in prompt if turn["role"] != "system"]
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
         else:
-            prompt = config.system_prompt + "\n\n" + prompt if config.system_prompt else prompt
-            ids = tokenizer(prompt)["input_ids"]
+            prompt = system + "\n\n" + prompt if system else prompt
+            ids = tokenizer.encode(prompt)
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         if 0 < len(ids) <= config.max_prompt_tokens:  # TRL's rewards expect the answer under either name
-            examples.append({**row, "prompt": prompt, "prompt_ids": ids, "answer": answer, "solution": answer})
+            examples.append(row | dict(prompt=prompt, prompt_ids=ids, answer=answer, solution=answer))
     if not examples:
         raise ValueError(f"{spec} has no prompts of at most --max_prompt_tokens {config.max_prompt_tokens}")
     print(f"{spec}: left out {len(rows) - len(examples)} of {len(rows)} prompts, empty or over --max_prompt_tokens")
     random.Random(0).shuffle(examples)  # not by --seed: the data is the same for every run
     return examples
 
-# The embedded task: sort digits. Of each class: prompts, fewest and most digits. As in real datasets, the easy prompts
-# are nearly always solved before training, and the hard ones never.
+# The embedded task: sort digits. By class: prompts, fewest and most digits. As in real datasets, the easy ones are
+# nearly always solved before training, the hard ones never.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 
-def sorting_example(name: str, rng: random.Random, tokenizer) -> dict:
-    """A prompt of one class of the embedded task, such as "4021=", and its answer, "0124"."""
-    digits = "".join(rng.choices("0123456789", k=rng.randint(*SORTING[name][1:])))
-    prompt_ids = tokenizer.encode(digits + "=", add_special_tokens=False)
-    return {"prompt": digits + "=", "prompt_ids": prompt_ids, "answer": "".join(sorted(digits))}
+def sorting_example(name, rng, tokenizer):
+    """An example of a class of the embedded task: the prompt "4021=" has the answer "0124"."""
+    digits = rng.choices("0123456789", k=rng.randint(*SORTING[name][1:]))
+    prompt = "".join(digits) + "="
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    return dict(prompt=prompt, prompt_ids=ids, answer="".join(sorted(digits)))
 
-def sorting_data(config) -> tuple:
+def sorting_data(config):
     """1,024 training examples, an evaluation set for each class, and a tokenizer: a token is a character."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0, padding_side="left")
     train, evals, held_out = [], {}, config.eval_prompts // len(SORTING)
     for name, (size, *_) in SORTING.items():
         rng = random.Random(name)
-        train += [sorting_example(name, rng, tokenizer) for _ in range(size)]
-        others = [sorting_example(name, rng, tokenizer) for _ in range(10 * held_out)]
-        evals[name] = [e for e in others if e not in train][:held_out]
+        examples = [sorting_example(name, rng, tokenizer) for _ in range(size + 10 * held_out)]
+        train += examples[:size]
+        evals[name] = [e for e in examples if e not in train][:held_out]
     random.Random(0).shuffle(train)
     return train, evals, tokenizer
 
 def warm_started(tokenizer):
     """A model taught by noisy demonstrations, which the first run makes and keeps in the user's cache."""
-    transformers.set_seed(0)
+    torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, hidden_size=128, intermediate_size=256, head_dim=32,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         tie_word_embeddings=True))
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo", "sorter-2.pt")  # 2: this recipe
+    kept = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo/sorter-2.pt")  # 2: this recipe
     if kept.exists():
         model.load_state_dict(torch.load(kept, weights_only=True))
         return model
-    rng, steps, config = random.Random(0), 400, Config(group_size=64, learning_rate=2e-3, temperature=1.0)
-    optimizer, ones = make_optimizer(model, config), torch.ones(config.group_size)
-    for step in tqdm(range(steps), desc="warm start, the first time only"):
+    rng, config, ones = random.Random(0), Config(group_size=64, temperature=1.0), torch.ones(64)
+    optimizer = make_optimizer(model, config)
+    for step in tqdm(range(400), "warm start, the first time only"):
         sequences = []
-        for name in rng.choices(["easy", "middle"], k=config.group_size):
-            example, noise = sorting_example(name, rng, tokenizer), 0.2 * (name == "middle")
+        for name, noise in rng.choices([("easy", 0.0), ("middle", 0.2)], k=64):
+            example = sorting_example(name, rng, tokenizer)
             answer = [rng.choice("0123456789") if rng.random() < noise else digit for digit in example["answer"]]
             sequences.append((example["prompt_ids"], tokenizer.encode("".join(answer))))  # with the end id
-        optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / steps)
-        # Supervised learning is a policy gradient on others' answers, all with advantage 1; here, of one group.
+        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / 400)
+        # Supervised learning is a policy gradient on others' answers, of advantage 1: here, one group.
         train_step(model, optimizer, sequences, ones, ones, 1, 1.0, config)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
+    os.makedirs(kept.parent, exist_ok=True)
+    partial = f"{kept}.{os.getpid()}"
     torch.save(model.state_dict(), partial)
-    partial.replace(kept)  # never half a model under this name
+    os.replace(partial, kept)  # never half a model under this name
     return model
 
 # ---- 10. Runs: all settings, evaluation, metrics, checkpoints, the loop, the command line
-EMBEDDED = dict(steps=110, learning_rate=5e-5, max_completion_tokens=22, temperature=0.7, reward="exact")  # no --model
-HUB = dict(steps=300, learning_rate=1e-6, max_completion_tokens=1024, temperature=1.0, reward="gsm8k")  # with --model
-FIXED = ("method", "model", "eval_dataset", "eval_prompts", "eval_samples")  # what a resumed run cannot change
+FIXED = ("method", "data", "model", "eval_dataset", "eval_prompts", "eval_samples")  # if resumed; of history two
 GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps="training", eval_dataset="run")
 
 @dataclass
@@ -891,12 +858,12 @@ class Config(Settings):
     dataset: str = setting("", "path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
     prompt_column: str = setting("prompt,question,problem", "the first found")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the first found")
-    system_prompt: str = setting("", "put before every prompt, in place of its own system message")
+    system_prompt: str = setting("", "before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out, and counted", least=1)
-    reward: str = setting(None, "exact, gsm8k, boxed or your own module:function; default gsm8k, embedded task exact")
+    reward: str = setting(("gsm8k", "exact"), "exact, gsm8k, boxed or your own module:function")
     rollout_batch_size: int = setting(256, "sequences in a call of generate", least=1)
-    steps: int = setting(None, "0 only evaluates; default 300, embedded task 110")
+    steps: int = setting((300, 110), "0 only evaluates")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped", least=1e-6)
     micro_batch_tokens: int = setting(4096, "tokens in a forward pass, or one long sequence", least=1)
     gradient_checkpointing: bool = setting(False, "less memory, a third more work")
@@ -907,31 +874,32 @@ class Config(Settings):
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws", most=2**32 - 1)
     output_dir: str = setting("", "the run's own folder; none: a new one under runs/")
     save_every: int = setting(50, "steps between checkpoints, beside the one after the last")
-    history: str = setting("", "folder of an earlier run on the same data: start with its memory of the prompts")
+    history: str = setting("", "folder of an earlier run on the same data: start with its memory of prompts")
     resume: str = setting("", "folder of a run that goes on, with its settings but for those given beside it")
 
     def __post_init__(self):
         self.rule = named("method", self.method, RULES)
-        defaults = (HUB if self.model else EMBEDDED) | dict(prompt_prune_rate=0.9 if self.rule is OptimalDPPO else 0.7)
+        if self.prompt_prune_rate is None:
+            self.prompt_prune_rate = 0.9 if self.rule is OptimalDPPO else 0.7
         for option in fields(self):
-            if getattr(self, option.name) is None:
-                setattr(self, option.name, defaults[option.name])
             value, (_, least, most) = getattr(self, option.name), option.metadata.values()
+            if isinstance(value, tuple):
+                value = value[not self.model]
+                setattr(self, option.name, value)
             if option.type in (int, float) and not least <= value <= most:  # NaN fails too
                 raise ValueError(f"--{option.name} {value} must lie in [{least}, {most}]")
         if self.objective not in CLIPPING:
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
-        of_model = self.eval_dataset + self.system_prompt
-        if bool(self.model) != bool(self.dataset) or of_model and not self.model:
+        if self.model + self.dataset + self.eval_dataset + self.system_prompt and not (self.model and self.dataset):
             raise ValueError("--model and --dataset need each other, --eval_dataset and --system_prompt need both")
         if self.resume and self.output_dir not in ("", self.resume):
             raise ValueError("--resume goes on in its own folder: leave out --output_dir")
         self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 def evaluate(task, config) -> dict:
-    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of all of them; None if not graded."""
+    """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of them all; None if not graded."""
     transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
-    k, sets, graded = config.eval_samples, {}, [torch.zeros(0, config.eval_samples)]
+    k, sets, graded = config.eval_samples, {}, [torch.zeros(0)]
     mean = lambda values: values.mean().item() if len(values) else None
     for name, examples in task.evals.items():
         rewards = reward_completions(task, examples, rollout(task, examples, k, config, f"evaluating {name}"))
@@ -940,53 +908,50 @@ def evaluate(task, config) -> dict:
         sets[name] = {"prompts": len(rewards), f"avg@{k}": mean(rewards), f"pass@{k}": mean(rewards.amax(dim=1))}
     return {"accuracy": mean(torch.cat(graded)), **sets}
 
-def step_record(task, progress, step) -> tuple[dict, dict]:
-    """What dppo_step returned -> a line of metrics.jsonl, and its first group for samples.jsonl. Means of rewards and
-    completions are over prompts that are graded, by their weight, so they speak of the whole window."""
-    rewards, weights, completions = step["rewards"], step["weights"], step["completions"]
+def step_record(
+        task, progress, N, examples, completions, rewards, advantages, prompt_weights, weights, updates, **numbers):
+    """What dppo_step returned -> a line of metrics.jsonl, and one of samples.jsonl: its first group. Means of rewards
+    and completions are over graded prompts, by weight, so they speak of the whole window."""
     graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
-    w = step["prompt_weights"] * graded
+    w = prompt_weights * graded
     mean = lambda x: (w @ torch.as_tensor(x).double().mean(dim=1).nan_to_num() / w.sum()).nan_to_num().item()
     record = dict(
         step=progress.step, cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,
-        prompts_seen=step["N"], prompts_rolled=len(w), prompts_pruned=step["N"] - len(w),
-        ungradable_prompts=int((~graded).sum()), reward=mean(rewards),
-        zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1, keepdim=True)),
+        prompts_seen=N, prompts_rolled=len(w), prompts_pruned=N - len(w), ungradable_prompts=int((~graded).sum()),
+        reward=mean(rewards), zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1, keepdim=True)),
         truncated_fraction=mean([[ids[-1] not in ends for ids in group] for group in completions]),
         completion_length=mean([[len(ids) for ids in group] for group in completions]), weight_max=weights.max().item(),
         effective_sample_size=(weights.sum() ** 2 / weights.square().sum()).nan_to_num().item())
-    for name in step["updates"][0]:  # the mean of several updates
-        values = [update[name] for update in step["updates"] if update[name] is not None]
+    for name in updates[0]:  # the mean of several updates
+        values = [update[name] for update in updates if update[name] is not None]
         record[name] = sum(values) / len(values) if values else None
-    record |= {name: step[name] for name in ("learning_rate", "rollout_seconds", "train_seconds")}
-    first = {name: step[name][0].tolist() for name in ("rewards", "advantages", "weights")}
-    first["rewards"] = [None if math.isnan(reward) else reward for reward in first["rewards"]]
-    prompt, answer = step["examples"][0]["prompt"], step["examples"][0].get("answer")
-    return record, dict(
-        step=progress.step, prompt=prompt, answer=answer, completions=task.tokenizer.batch_decode(completions[0]),
-        prompt_weight=step["prompt_weights"][0].item(), **first)
+    return record | numbers, dict(
+        step=progress.step, prompt=examples[0]["prompt"], answer=examples[0].get("answer"),
+        completions=task.tokenizer.batch_decode(completions[0]), prompt_weight=prompt_weights[0].item(),
+        rewards=[None if math.isnan(reward) else reward for reward in rewards[0].tolist()],
+        advantages=advantages[0].tolist(), weights=weights[0].tolist())
 
 def save_checkpoint(run):
     """Writes all that a run needs to go on, and then replaces the last checkpoint."""
-    run.progress.sizes = [file.tell() for file in run.files]
-    state = dict(progress=vars(run.progress), fixed=run.fixed, memory=run.rule.memory,
-                 optimizer=run.optimizer.state_dict(), weights=run.optimizer.param_groups[0]["params"])
+    state = dict(progress=vars(run.progress), settings=run.settings, memory=run.rule.memory,
+                 sizes=[file.tell() for file in run.files], optimizer=run.optimizer.state_dict(),
+                 weights=run.optimizer.param_groups[0]["params"])
     with (run.out / "partial.pt").open("wb") as file:
         torch.save(state, file)
         os.fsync(file.fileno())
-    (run.out / "partial.pt").replace(run.out / "checkpoint.pt")  # if killed, the last one is whole
+    os.replace(file.name, run.out / "checkpoint.pt")  # if killed, the last one is whole
 
 @torch.no_grad()
 def load_checkpoint(run, saved):
     """Takes a run up where its checkpoint was written."""
-    run.progress = SimpleNamespace(**saved["progress"])
-    for file, size in zip(run.files, run.progress.sizes):
+    for file, size in zip(run.files, saved["sizes"]):
         if file.tell() < size:
             raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
+    run.progress = SimpleNamespace(**saved["progress"])
     run.optimizer.load_state_dict(saved["optimizer"])
-    torch._foreach_copy_(run.optimizer.param_groups[0]["params"], saved["weights"])
-    copy_masters(run.task.model, run.optimizer)
-    for file, size in zip(run.files, run.progress.sizes):
+    for weights in (run.optimizer.param_groups[0]["params"], [*run.task.model.parameters()]):
+        torch._foreach_copy_(weights, saved["weights"])
+    for file, size in zip(run.files, saved["sizes"]):
         file.truncate(size)  # what came after the checkpoint comes again
 
 def start(config, task=None) -> SimpleNamespace:
@@ -998,26 +963,25 @@ def start(config, task=None) -> SimpleNamespace:
         raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
+    earlier = saved["progress"] if saved else dict(seen=0, mean_length=None)
     run = SimpleNamespace(
         config=config, out=out, task=task, rule=config.rule(config, len(task.train)),
-        fixed={name: getattr(config, name) for name in FIXED} | {"data": hashlib.sha256(data.encode()).hexdigest()},
+        settings=asdict(config) | {"data": hashlib.sha256(data.encode()).hexdigest()},
         optimizer=make_optimizer(task.model, config),
         reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
-        progress=SimpleNamespace(step=0, seen=0, mean_length=None, seconds=0.0, skipped=0, before=None, sizes=[]))
+        progress=SimpleNamespace(**earlier | dict(step=0, seconds=0.0, skipped=0, before=None)))
     if saved:
-        for name in run.fixed if config.resume else ("method", "data"):
-            if saved["fixed"].get(name) != run.fixed[name]:
+        for name in FIXED if config.resume else FIXED[:2]:
+            if saved["settings"][name] != run.settings[name]:
                 raise ValueError(f"{folder}: its {name} is not that of this run")
-        run.rule.memory, earlier = saved["memory"], saved["progress"]
-        run.progress.seen, run.progress.mean_length = earlier["seen"], earlier["mean_length"]
-    checked(run.rule.prompt_probabilities)  # a rule of one's own is tried before anything is trained
+        run.rule.memory = saved["memory"]
+    checked(run.rule.prompt_probabilities)  # one's own rule is tried before any training
     if not config.resume:
         run.progress.before = evaluate(task, config)
     run.files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
     if config.resume:
         load_checkpoint(run, saved)
-    own = {name: value for name, value in asdict(config).items() if name not in ("output_dir", "resume", "history")}
-    (out / "config.partial").write_text(json.dumps(own, indent=2))
+    (out / "config.partial").write_text(json.dumps(asdict(config) | {"output_dir": ""}, indent=2))
     (out / "config.partial").replace(out / "config.json")
     return run
 
@@ -1027,9 +991,9 @@ def train(run) -> dict:
     for step in (bar := tqdm(range(progress.step + 1, config.steps + 1), initial=progress.step, total=config.steps)):
         told = dppo_step(task, run.rule, run.optimizer, run.reference, progress, config)
         progress.seconds += told["rollout_seconds"] + told["train_seconds"]
-        record, sample = step_record(task, progress, told)
+        record, sample = step_record(task, progress, **told)
         after, clock = None, time.perf_counter()
-        if config.eval_every and step % config.eval_every == 0:
+        if step % (config.eval_every or math.inf) == 0:
             record["evaluation"] = after = evaluate(task, config)
         record["evaluation_seconds"] = time.perf_counter() - clock
         for file, line in zip(run.files, (record, sample)):
@@ -1038,7 +1002,7 @@ def train(run) -> dict:
         progress.skipped = progress.skipped + 1 if record["skipped"] == 1 else 0
         if progress.skipped >= 10:
             raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
-        if step == config.steps or config.save_every and step % config.save_every == 0:
+        if step == config.steps or step % (config.save_every or math.inf) == 0:
             save_checkpoint(run)
     before = progress.before
     after = after or (evaluate(task, config) if progress.step else before)
@@ -1047,41 +1011,37 @@ def train(run) -> dict:
     for part in (task.model, task.tokenizer):
         part.save_pretrained(run.out / "model")
     key = f"avg@{config.eval_samples}"
-    pairs = {"accuracy": (before["accuracy"], after["accuracy"])}
-    pairs |= {name: (before[name][key], after[name][key]) for name in task.evals}
-    print(", ".join(f"{name} {old:.2f} -> {new:.2f}" for name, (old, new) in pairs.items() if None not in (old, new)),
+    pairs = [("accuracy", before["accuracy"], after["accuracy"])]
+    pairs += [(name, before[name][key], after[name][key]) for name in task.evals]
+    print(", ".join(f"{name} {old:.2f} -> {new:.2f}" for name, old, new in pairs if None not in (old, new)),
           f"in {progress.seconds:.0f} s of training; results are in {run.out}")
     return summary
-
-def parse_config() -> Config:
-    """The command line; with --resume, over the settings of that run."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__[__doc__.index("    python"):__doc__.index("The upper floor")].rstrip())
-    for option in fields(Config):
-        if option.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[option.name])
-        kind = dict(action="store_true") if option.type is bool else dict(type=option.type, metavar="")
-        default = "" if option.type is bool or option.default in (None, "") else f" ({option.default})"
-        group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
-    args = parser.parse_args()
-    if args.resume:
-        parser.set_defaults(**json.loads(Path(args.resume, "config.json").read_text()))
-        args = parser.parse_args()
-    return Config(**vars(args))
 
 def main():
     """The command line. What is wrong before the first step is told in one line."""
     transformers.logging.disable_progress_bar()
     disable_progress_bars()
     sys.path.append(os.getcwd())  # for package.module:name
-    run = None
+    run, parser = None, argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__.split("\n\n")[3])
+    for option in fields(Config):
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
+        kind = dict(action="store_true") if option.type is bool else dict(type=option.type, metavar="")
+        default = "" if option.default in (None, "") else f" ({option.default})"
+        if isinstance(option.default, tuple):
+            default = " ({}, embedded task {})".format(*option.default)
+        group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
     try:
-        run = start(parse_config())
+        resume = parser.parse_args().resume
+        if resume:  # its settings, but for those given beside it
+            parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
+        run = start(Config(**vars(parser.parse_args())))
         train(run)
     except KeyboardInterrupt:
         saved = run and (run.out / "checkpoint.pt").exists()
-        print("\ngo on with: " + shlex.join(["python", "dppo.py", "--resume", str(run.out)])
+        print(f"\ngo on with: python dppo.py --resume {shlex.quote(str(run.out))}"
               if saved else "\nstopped before the first checkpoint of this run")
         sys.exit(130)
     except torch.OutOfMemoryError:
@@ -1090,12 +1050,9 @@ def main():
         if run:
             raise
         message = "{0.__class__.__name__}: {0}".format(error.__cause__ or error).removeprefix("ValueError: ")[:300]
-        for file, line, name, _ in traceback.extract_tb(error.__traceback__):
-            if file != __file__ and not re.search("site-packages|[Ll]ib.python3|^<", file):  # the user's own code
-                message += f" (in {name}, {file}, line {line})"
-                break
-        print(f"dppo.py: error: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        own = [f"(in {name}, {file}, line {line})" for file, line, name, _ in traceback.extract_tb(error.__traceback__)
+               if file != __file__ and not re.search("site-packages|[Ll]ib.python3|^<", file)]  # the user's own code
+        parser.error(" ".join(message.split() + own[:1]))
 
 if __name__ == "__main__":
     main()
