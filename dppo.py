@@ -480,9 +480,9 @@ LOGIT_CHUNK = 512  # tokens that have logits at a time: with Qwen's vocabulary t
 
 # ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
 def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
-    """Scores -> pi = min(1, c score), at least `floor`, 1 without a score. Their sum is that of keep_probabilities
-    (without floor, of scores above 0). Pruning adds sum (1/pi - 1) |g|^2 to the gradient's variance. At a given
-    sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly so to |A|."""
+    """Scores, of any shape -> float64 pi = min(1, c score), at least `floor`, 1 without a score. Their sum is that of
+    keep_probabilities (without a floor, of what scores above 0). Pruning adds sum (1/pi - 1) |g|^2 to the gradient's
+    variance. At a given sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly to |A|."""
     keep = keep_probabilities(scores[(scores != 0) | (floor > 0)], rate).sum().round()
     scores = scores.double().nan_to_num(math.inf)
     pi, low, high = torch.empty_like(scores), 1e-150, 1e150
