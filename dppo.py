@@ -460,8 +460,7 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
 
     # 5. Pack what is kept, and update.
     learning_rate = config.learning_rate * min(1.0, progress.step / max(1, config.warmup_steps))
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = learning_rate
+    optimizer.param_groups[0]["lr"] = learning_rate
     updates = []
     for weights in draws:
         updates.append(train_step(model, optimizer, sequences, advantages.flatten(), weights,
@@ -529,7 +528,7 @@ RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": Opti
 def checked(method, *inputs):
     """The probabilities of a rule's method, in float64. Raises ValueError where they would bias in silence."""
     rule, pi = method.__self__, method(*inputs).double()
-    needed = rule.has_gradient(inputs[0]) if inputs else torch.ones(rule.prompt_count) > 0
+    needed = Rule.has_gradient(rule, inputs[0]) if inputs else torch.ones(rule.prompt_count) > 0
     needed &= rule.unbiased or not (inputs or pi.any())
     if pi.shape != needed.shape or not (torch.where(needed, pi > 0, pi >= 0) & (pi <= 1 + 1e-9)).all():
         raise ValueError(f"{method.__qualname__} must give {tuple(needed.shape)} probabilities, 0 < pi <= 1; "
@@ -1040,9 +1039,8 @@ def main():
         run = start(Config(**vars(parser.parse_args())))
         train(run)
     except KeyboardInterrupt:
-        saved = run and (run.out / "checkpoint.pt").exists()
         print(f"\ngo on with: python dppo.py --resume {shlex.quote(str(run.out))}"
-              if saved else "\nstopped before the first checkpoint of this run")
+              if run and (run.out / "checkpoint.pt").exists() else "\nstopped before the first checkpoint")
         sys.exit(130)
     except torch.OutOfMemoryError:
         sys.exit("dppo.py: out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size")
