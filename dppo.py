@@ -259,11 +259,10 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
     fits, the next slot is opened. Raises ValueError if a sequence exceeds a slot."""
     if max(lengths, default=0) > capacity:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
-    waiting = []  # sorted by length; of equal lengths, the first in order comes last
-    slots, room = [], 0
-    for i, length in enumerate(lengths[:lookahead]):
-        insort(waiting, (length, -i))
+    items = [(length, -i) for i, length in enumerate(lengths)]
+    waiting = sorted(items[:lookahead])  # of equal lengths, the first in order comes last
     following = lookahead
+    slots, room = [], 0
     while waiting:
         fitting = bisect_right(waiting, (room, 0))  # how many: all (length, -i) <= (room, 0)
         if fitting == 0:
@@ -274,7 +273,7 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
         slots[-1].append(-minus_i)
         room -= length
         if following < len(lengths):
-            insort(waiting, (lengths[following], -following))
+            insort(waiting, items[following])
             following += 1
     return slots
 
@@ -546,19 +545,21 @@ def token_logprobs(model, table, count, temperature):
     """(slots, length, 3) token ids, position ids, and 1 at the `count` places before tokens of completions -> (count,)
     log-probabilities of these, (count,) entropies. Only there are logits, by chunks, again in the backward pass."""
     input_ids, position_ids, predicts = table.to(model.device, non_blocking=True).unbind(dim=2)
-    places = predicts.flatten().nonzero_static(size=count).squeeze(1)  # the host need not wait
+    places = predicts.flatten().nonzero_static(size=count).squeeze(1)  # (count,) the host need not wait
+    targets = input_ids.flatten()[places + 1]  # (count,)
     for module in model.modules():  # layers are computed again only in training mode; dropout stays off
         module.training = getattr(module, "gradient_checkpointing", False)
     hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
     model.eval()
 
-    def of_chunk(places):
-        logprobs = model.get_output_embeddings()(hidden.flatten(0, 1)[places]).float().div_(temperature).log_softmax(-1)
-        of_tokens = logprobs.gather(-1, input_ids.flatten()[places + 1, None]).squeeze(-1)  # computed again up to here
-        return of_tokens, torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
+    def of_chunk(hidden, targets):
+        logprobs = model.get_output_embeddings()(hidden).float().div_(temperature).log_softmax(dim=-1)
+        of_targets = logprobs.gather(-1, targets[:, None]).squeeze(-1)  # the backward pass computes again up to here
+        return of_targets, torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
 
-    chunks = [checkpoint(of_chunk, x, use_reentrant=False, preserve_rng_state=False) for x in places.split(LOGIT_CHUNK)]
-    return [torch.cat(parts) for parts in zip(*chunks)]
+    chunks = zip(hidden.flatten(0, 1)[places].split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))
+    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return [torch.cat(part) for part in zip(*parts)]
 
 @torch.no_grad()
 def make_optimizer(model, config):
@@ -765,8 +766,7 @@ def load_examples(spec, split, config, tokenizer):
     if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    files = {split.split("[")[0]: path} if kind else None
-    rows = load_dataset(kind or path, *name, data_files=files, split=split)
+    rows = load_dataset(kind or path, *name, data_files=kind and {split.split("[")[0]: path}, split=split)
     flat, columns = rows.flatten()[:], []  # flat: verl nests the answer
     for option, needed in ("prompt_column", True), ("answer_column", config.reward in REWARDS):
         found = [flat[name] for name in getattr(config, option).split(",") if name in flat]
