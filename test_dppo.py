@@ -1137,7 +1137,7 @@ def was_killed(out: Path, seconds: float) -> bool:
     sys.stdout = sys.stderr = open(os.devnull, "w")
     run(out, resume=(out / "checkpoint.pt").exists())
     os._exit(0)
-def kill_often(folder: Path, _) -> None:  # _: a task, for which transformers imports what it imports late
+def kill_often(folder: Path) -> None:
     clock, rng, kills, rounds = time.time(), random.Random(0), 0, 0
     assert not was_killed(folder / "whole", 0)
     duration = time.time() - clock
@@ -1149,7 +1149,7 @@ def kill_often(folder: Path, _) -> None:  # _: a task, for which transformers im
                 shutil.rmtree(out)  # killed before the first checkpoint: it starts again
         assert_same_run(folder / "whole", out)
 def test_slow_a_run_killed_at_random_moments_and_resumed_ends_bit_for_bit_as_one_that_was_not(tmp_path):
-    python("-c", f"import test_dppo; test_dppo.kill_often(test_dppo.Path({str(tmp_path)!r}), test_dppo.tiny_task())")
+    python("-c", f"import test_dppo as t; t.tiny_task(); t.kill_often(t.Path({str(tmp_path)!r}))")  # late imports first
 
 @pytest.mark.parametrize("dtype, settings", [
     (torch.float32, {}), (torch.float32, dict(method="dppo", objective="gspo", beta=0.1)),
