@@ -259,10 +259,11 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
     fits, the next slot is opened. Raises ValueError if a sequence exceeds a slot."""
     if max(lengths, default=0) > capacity:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
-    items = [(length, -i) for i, length in enumerate(lengths)]
-    waiting = sorted(items[:lookahead])  # of equal lengths, the first in order comes last
-    following = lookahead
+    waiting = []  # sorted by length; of equal lengths, the first in order comes last
     slots, room = [], 0
+    for i, length in enumerate(lengths[:lookahead]):
+        insort(waiting, (length, -i))
+    following = lookahead
     while waiting:
         fitting = bisect_right(waiting, (room, 0))  # how many: all (length, -i) <= (room, 0)
         if fitting == 0:
@@ -273,7 +274,7 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
         slots[-1].append(-minus_i)
         room -= length
         if following < len(lengths):
-            insort(waiting, items[following])
+            insort(waiting, (lengths[following], -following))
             following += 1
     return slots
 
