@@ -53,9 +53,9 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import torch
 import transformers
-from datasets import disable_progress_bars, load_dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -605,7 +605,7 @@ def generate(task, prompts, samples, config, scores=False):
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
         pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-    inputs = task.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
+    inputs = task.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     cache, start = transformers.DynamicCache(config=model.config), inputs["input_ids"].shape[1]
     if start > 1:  # all but the last token, which model.generate reads
@@ -715,8 +715,7 @@ def load_task(config):
     if config.model:
         if not (os.path.isdir(config.model) or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
             raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.model, padding_side="left", trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         train = load_examples(config.dataset, "train", config, tokenizer)
         evals = {spec: load_examples(spec, "test", config, tokenizer)[:config.eval_prompts]
@@ -737,9 +736,8 @@ def load_task(config):
             config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False)
     else:
         model = warm_started(tokenizer).to(DTYPE)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > positions:
-        raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {positions} positions")
+    if longest > getattr(model.config.get_text_config(), "max_position_embeddings", math.inf):
+        raise ValueError(f"prompt and completion may take {longest} tokens: over the model's max_position_embeddings")
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     task.model = model.to(DEVICE).eval()
@@ -767,7 +765,7 @@ def load_examples(spec, split, config, tokenizer):
     if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    rows = load_dataset(kind or path, *name, data_files=kind and {split.split("[")[0]: path}, split=split)
+    rows = datasets.load_dataset(kind or path, *name, data_files=kind and {split.split("[")[0]: path}, split=split)
     flat, columns = rows.flatten()[:], []  # flat: verl nests the answer
     for option, needed in ("prompt_column", True), ("answer_column", config.reward in REWARDS):
         found = [flat[name] for name in getattr(config, option).split(",") if name in flat]
@@ -802,13 +800,12 @@ SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 def sorting_example(name, rng, tokenizer):
     """An example of a class of the embedded task: the prompt "4021=" has the answer "0124"."""
     digits = rng.choices("0123456789", k=rng.randint(*SORTING[name][1:]))
-    prompt = "".join(digits) + "="
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    return dict(prompt=prompt, prompt_ids=ids, answer="".join(sorted(digits)))
+    prompt, answer = "".join(digits) + "=", "".join(sorted(digits))
+    return dict(prompt=prompt, prompt_ids=tokenizer.encode(prompt, add_special_tokens=False), answer=answer)
 
 def sorting_data(config):
     """1,024 training examples, an evaluation set for each class, and a tokenizer: a token is a character."""
-    tokenizer = transformers.ByT5Tokenizer(extra_ids=0, padding_side="left")
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     train, evals, held_out = [], {}, config.eval_prompts // len(SORTING)
     for name, (size, *_) in SORTING.items():
         rng = random.Random(name)
@@ -823,13 +820,12 @@ def warm_started(tokenizer):
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, hidden_size=128, intermediate_size=256, head_dim=32,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=True))
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
     kept = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo/sorter-2.pt")  # 2: this recipe
     if kept.exists():
         model.load_state_dict(torch.load(kept, weights_only=True))
         return model
-    rng, config, ones = random.Random(0), Config(group_size=64, temperature=1.0), torch.ones(64)
+    rng, config, ones = random.Random(0), Config(temperature=1.0), torch.ones(64)
     optimizer = make_optimizer(model, config)
     for step in tqdm(range(400), "warm start, the first time only"):
         sequences = []
@@ -838,8 +834,8 @@ def warm_started(tokenizer):
             answer = [rng.choice("0123456789") if rng.random() < noise else digit for digit in example["answer"]]
             sequences.append((example["prompt_ids"], tokenizer.encode("".join(answer))))  # with the end id
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / 400)
-        # Supervised learning is a policy gradient on others' answers, of advantage 1: here, one group.
-        train_step(model, optimizer, sequences, ones, ones, 1, 1.0, config)
+        # Supervised learning is a policy gradient on others' answers, of advantage 1: here, 8 groups of 8.
+        train_step(model, optimizer, sequences, ones, ones, 8, 1.0, config)
     os.makedirs(kept.parent, exist_ok=True)
     partial = f"{kept}.{os.getpid()}"
     torch.save(model.state_dict(), partial)
@@ -892,9 +888,8 @@ class Config(Settings):
             raise ValueError(f"--objective {self.objective}: not one of {', '.join(CLIPPING)}")
         if self.model + self.dataset + self.eval_dataset + self.system_prompt and not (self.model and self.dataset):
             raise ValueError("--model and --dataset need each other, --eval_dataset and --system_prompt need both")
-        if self.resume and self.output_dir not in ("", self.resume):
+        if self.resume and self.output_dir:
             raise ValueError("--resume goes on in its own folder: leave out --output_dir")
-        self.output_dir = self.resume or self.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 def evaluate(task, config) -> dict:
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of them all; None if not graded."""
@@ -947,7 +942,6 @@ def load_checkpoint(run, saved):
     for file, size in zip(run.files, saved["sizes"]):
         if file.tell() < size:
             raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
-    run.progress = SimpleNamespace(**saved["progress"])
     run.optimizer.load_state_dict(saved["optimizer"])
     for weights in (run.optimizer.param_groups[0]["params"], [*run.task.model.parameters()]):
         torch._foreach_copy_(weights, saved["weights"])
@@ -956,29 +950,29 @@ def load_checkpoint(run, saved):
 
 def start(config, task=None) -> SimpleNamespace:
     """A run that is ready for its next step."""
-    out, folder = Path(config.output_dir), config.resume or config.history
+    folder = config.resume or config.history
+    out = Path(config.resume or config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     saved = folder and torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)  # runs no code
     out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
     if not config.resume and any(out.iterdir()):
         raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
-    earlier = saved["progress"] if saved else dict(seen=0, mean_length=None)
-    run = SimpleNamespace(
-        config=config, out=out, task=task, rule=config.rule(config, len(task.train)),
-        settings=asdict(config) | {"data": hashlib.sha256(data.encode()).hexdigest()},
-        optimizer=make_optimizer(task.model, config),
-        reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
-        progress=SimpleNamespace(**earlier | dict(step=0, seconds=0.0, skipped=0, before=None)))
+    settings = asdict(config) | {"data": hashlib.sha256(data.encode()).hexdigest()}
+    rule, progress = config.rule(config, len(task.train)), dict(seen=0, mean_length=None)
     if saved:
         for name in FIXED if config.resume else FIXED[:2]:
-            if saved["settings"][name] != run.settings[name]:
+            if saved["settings"][name] != settings[name]:
                 raise ValueError(f"{folder}: its {name} is not that of this run")
-        run.rule.memory = saved["memory"]
-    checked(run.rule.prompt_probabilities)  # one's own rule is tried before any training
+        rule.memory, progress = saved["memory"], saved["progress"]
+    checked(rule.prompt_probabilities)  # one's own rule is tried before any training
     if not config.resume:
-        run.progress.before = evaluate(task, config)
-    run.files = [(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")]
+        progress |= dict(step=0, seconds=0.0, skipped=0, before=evaluate(task, config))
+    run = SimpleNamespace(
+        config=config, out=out, task=task, rule=rule, settings=settings, progress=SimpleNamespace(**progress),
+        reference=copy.deepcopy(task.model) if config.beta > 0 else None,  # before the weights of a checkpoint
+        optimizer=make_optimizer(task.model, config),
+        files=[(out / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")])
     if config.resume:
         load_checkpoint(run, saved)
     (out / "config.partial").write_text(json.dumps(asdict(config) | {"output_dir": ""}, indent=2))
@@ -1020,7 +1014,7 @@ def train(run) -> dict:
 def main():
     """The command line. What is wrong before the first step is told in one line."""
     transformers.logging.disable_progress_bar()
-    disable_progress_bars()
+    datasets.disable_progress_bars()
     sys.path.append(os.getcwd())  # for package.module:name
     run, parser = None, argparse.ArgumentParser(
         usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
