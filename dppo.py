@@ -484,10 +484,10 @@ def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0)
     variance. At a given sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly to |A|."""
     keep = keep_probabilities(scores[(scores != 0) | (floor > 0)], rate).sum().round()
     scores = scores.double().nan_to_num(math.inf)
-    pi, low, high = torch.empty_like(scores), 1e-150, 1e150
+    low, high = 1e-150, 1e150
     for _ in range(50):  # bisection: sum(pi) grows with c
         c = math.sqrt(low * high)
-        low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
+        low, high = (c, high) if (c * scores).clamp(floor, 1).sum() < keep else (low, c)
     return (high * scores).clamp(floor, 1)
 
 class OptimalDPPO(Rule):
@@ -507,8 +507,8 @@ class OptimalDPPO(Rule):
         return optimal_probabilities(scores, self.config.completion_prune_rate, floor)
 
     def update(self, prompts, rewards, advantages):
-        """At success rate p the mean of A^2 is p (1 - p). Scaled by the std it is 1, or 0 if all G are right or wrong:
-        1 - p^G - (1 - p)^G. For p from Beta(a, b), E[p^G] is the product over i < G of (a + i)/(a + b + i)."""
+        """At success rate p, A^2 is 1 unless all are right or wrong: in the mean 1 - p^G - (1 - p)^G. Without the std
+        it is p (1 - p), half of that at G = 2. For p from Beta(a, b), E[p^G] is the product of (a + i)/(a + b + i)."""
         if ((rewards < 0) | (rewards > 1)).any():
             warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # shown once
         right, wrong = self.memory["right"], self.memory["wrong"]
@@ -517,10 +517,8 @@ class OptimalDPPO(Rule):
                 right[q] = self.decay * right[q] + group.sum()
                 wrong[q] = self.decay * wrong[q] + (1 - group).sum()
         a, b = self.prior + right[prompts], self.prior + wrong[prompts]  # (B,)
-        i = torch.arange(self.config.group_size)[:, None]
+        i = torch.arange(2 if self.config.objective == "dr_grpo" else self.config.group_size)[:, None]
         square = 1 - sum(((x + i) / (a + b + i)).prod(dim=0) for x in (a, b))
-        if self.config.objective == "dr_grpo":
-            square = a * b / ((a + b) * (a + b + 1))
         self.memory["score"][prompts] = square.sqrt()
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-optimal": OptimalDPPO}
@@ -564,12 +562,12 @@ def token_logprobs(model, table, count, temperature):
 
 @torch.no_grad()
 def make_optimizer(model, config):
-    """AdamW on float32: at a learning rate of 1e-6, updates of bfloat16 weights would round away. So each has a float32
+    """Adam on float32: at a learning rate of 1e-6, updates of bfloat16 weights would round away. So each has a float32
     master, which is rounded to it (a float32 weight is its own), and a float32 sum of its gradients."""
     for p in model.parameters():
         p.grad_dtype, p.grad = None, torch.zeros_like(p, dtype=torch.float32)  # None: any
     masters = [p.float() for p in model.parameters()]
-    return torch.optim.AdamW(masters, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    return torch.optim.Adam(masters, lr=config.learning_rate, betas=(0.9, 0.99), fused=True)
 
 @torch.no_grad()
 def apply_update(model, optimizer, means, config):
@@ -604,14 +602,15 @@ def generate(task, prompts, samples, config, scores=False):
     model = copy.copy(task.model)
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
-        pad_token_id=task.tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=scores)
-    inputs = task.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-    inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-    cache, start = transformers.DynamicCache(config=model.config), inputs["input_ids"].shape[1]
+        pad_token_id=0, return_dict_in_generate=True, output_scores=scores)
+    table = [torch.tensor([prompt, [1] * len(prompt)]).T for prompt in prompts]
+    ids, mask = pad_sequence(table, batch_first=True, padding_side="left").to(model.device).unbind(dim=2)
+    cache, start = transformers.DynamicCache(config=model.config), ids.shape[1]
     if start > 1:  # all but the last token, which model.generate reads
-        model.get_decoder()(**{k: x[:, :-1] for k, x in inputs.items()}, past_key_values=cache, use_cache=True)
+        model.get_decoder()(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True,
+                            position_ids=(mask.cumsum(dim=1) - mask)[:, :-1])
         cache.batch_repeat_interleave(samples)
-    ids, mask = (inputs[k].repeat_interleave(samples, dim=0) for k in ("input_ids", "attention_mask"))
+    ids, mask = (x.repeat_interleave(samples, dim=0) for x in (ids, mask))
     rows, ends = torch.arange(len(ids), device=ids.device), ids.new_tensor(task.end_ids())
     tokens = ids.new_full((len(ids), config.max_completion_tokens), -1)
     logprobs = tokens.float()
@@ -635,7 +634,7 @@ def check_sampling(task, config):
     be the head's, neither scaled nor capped. The log-probabilities of some sampled tokens must be those of
     completion_logprobs, in one slot and in two, on average, since bfloat16 is coarse."""
     transformers.set_seed(config.seed)
-    model, prompts = task.model, [e["prompt_ids"] for e in (task.train[:2] * 2)[:2]]
+    model, prompts = task.model, [task.train[i]["prompt_ids"] for i in (0, -1)]
     try:
         ids = torch.tensor(prompts[:1], device=model.device)
         logits, hidden = model(ids).logits, model.get_decoder()(ids).last_hidden_state
@@ -643,7 +642,7 @@ def check_sampling(task, config):
             raise ValueError("it scales or caps its logits")
         short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
         completions, logprobs = generate(task, prompts, 4, short, scores=True)
-        sequences = [*zip(prompts[:1] * 4 + prompts[1:] * 4, completions)]
+        sequences = [(prompts[i // 4], completion) for i, completion in enumerate(completions)]
         for slots in ([[*range(8)]], [[0, 2, 4, 6], [1, 3, 5, 7]]):
             trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
             sampled = logprobs[sum(slots, []), :trained.shape[1]].where(trained != 0, 0)
@@ -706,7 +705,7 @@ class Task:
     model: object = None
 
     def end_ids(self):
-        """Every id that ends a completion: Qwen has two, and pads with one of them."""
+        """Every id that ends a completion: Qwen has two."""
         ids = self.model.generation_config.eos_token_id
         return sorted({*(ids if isinstance(ids, list) else [ids]), self.tokenizer.eos_token_id} - {None})
 
@@ -716,7 +715,6 @@ def load_task(config):
         if not (os.path.isdir(config.model) or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.model)):
             raise ValueError(f"--model {config.model}: no such folder, and not a name on the Hub")
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         train = load_examples(config.dataset, "train", config, tokenizer)
         evals = {spec: load_examples(spec, "test", config, tokenizer)[:config.eval_prompts]
                  for spec in config.eval_dataset.split(",") if spec}
@@ -747,12 +745,12 @@ def load_task(config):
 
 def reward_completions(task, examples, completions):
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
-    texts = task.tokenizer.batch_decode(sum(completions, []), skip_special_tokens=True)
     columns = {name: [e[name] for e in examples for _ in completions[0]] for name in examples[0]}
     del columns["prompt_ids"]
-    prompts = columns["prompts"] = columns.pop("prompt")
-    columns["completions"] = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]  # a chat
-                              for prompt, text in zip(prompts, texts)]
+    texts = task.tokenizer.batch_decode(sum(completions, []), skip_special_tokens=True)
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    columns["completions"] = chats if task.tokenizer.chat_template else texts
+    columns["prompts"] = columns.pop("prompt")
     rewards = torch.tensor([math.nan if value is None else value for value in task.reward(**columns)], dtype=float)
     if rewards.shape != (len(texts),) or rewards.isinf().any():
         raise ValueError(f"the reward function must return {len(texts)} finite numbers or None, one a completion")
