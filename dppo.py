@@ -62,7 +62,6 @@ from tqdm import tqdm
 
 # ==== The upper floor: the paper ==================================================================
 # ---- 1. Settings
-
 def setting(default, text: str, least: float = 0, most: float = 1e15):
     """A field of Settings, with its line of --help and the bounds of a number."""
     return field(default=default, metadata=dict(help=text, least=least, most=most))
@@ -71,7 +70,6 @@ def setting(default, text: str, least: float = 0, most: float = 1e15):
 class Settings:
     """The method's settings. Config, on the lower floor, adds those of model, data and run, and
     checks them all. Of two defaults, the second is that of the embedded task."""
-
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
     prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9", most=0.99)
@@ -89,7 +87,6 @@ class Settings:
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
 
 # ---- 2. Pruning: which prompts and completions are kept, and what they weigh
-
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
     """(B, G) rewards -> (B, G) float64 advantages A = (r - mean)/(std + 1e-4), or r - mean.
 
@@ -109,9 +106,8 @@ def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
     The low set is what scores below the mean. A draw over all n prunes floor(rate |low|) of it,
     each with the same probability. Everything else has pi = 1, also what has no score (NaN).
 
-    The paper's Algorithm 1 is reported to remove the lowest for certain. That is pi = 0 where the
-    gradient is not 0, though its proof assumes P < 1. Our reading: the number is fixed, and which
-    ones is random."""
+    The paper's Algorithm 1 is reported to remove the lowest for certain: pi = 0 where the gradient
+    is not 0, though its proof assumes P < 1. Our reading: a fixed number, chosen at random."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # (n,) by more than rounding; NaN < x is False
     count = int(low.sum())
@@ -146,7 +142,6 @@ class Rule:
     Write your own as a subclass. The gradient stays unbiased if pi is known before the draw: a
     prompt's from memory, a completion's from memory and the rollout. For prompts pi > 0; for a
     completion pi may be 0 if it has no gradient."""
-
     unbiased = True  # False: what is kept weighs the same, and the loss is its mean
     remembers = {}  # name: value before the first visit; one number for each prompt
 
@@ -182,7 +177,6 @@ class DPPO(GRPOSkip):
     """The paper's rule. The score of a completion is |A|, and low if below the mean of this step.
     The score of a prompt is the mean |A| of its group at its last visit, and low if below the mean
     of all prompts that have one; so a window in which no prompt teaches is pruned too."""
-
     remembers = {"score": math.nan}
 
     def prompt_probabilities(self):
@@ -214,10 +208,9 @@ def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
 def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torch.Generator):
     """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
-    The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. The draw
-    keeps sum(pi) of it, rounded: `limit` prompts or one less. As pi <= 1, the window has at least
-    `limit` prompts. (If `upcoming` ends first, fewer are kept.) N depends on history and order and
-    never on the draw: to go on until enough survive would be biased.
+    The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. As pi <= 1,
+    it has at least `limit` prompts, or all. The draw keeps sum(pi), rounded: `limit` or one less.
+    N depends on history and order, never on the draw: to go on until enough survive is biased.
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
     a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
@@ -230,9 +223,7 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
     window = upcoming[:N]
     return window, window[weights > 0], weights[weights > 0]
 
-def weigh_completions(
-    rule: Rule, rewards, advantages, prompt_weights, N: int, generator: torch.Generator
-) -> torch.Tensor:
+def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, N: int, generator):
     """Completion-level pruning: (B, G) rewards, (B, G) advantages, (B,) weights of the prompts
     -> (B, G) weights w = w_q w_qi, prompt times completion, 0 where pruned.
 
@@ -250,7 +241,6 @@ def weigh_completions(
     return kept * N * kept.shape[1] / kept.sum().clamp(min=1)
 
 # ---- 3. Packing: the paper's Dense Prompt Packing
-
 def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[int]]:
     """Window-based greedy packing: lengths > 0 in tokens -> slots, lists of indices whose lengths
     sum to at most `capacity`. Every index ends up in exactly one slot.
@@ -295,7 +285,6 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
     return micro_batches, sum(lengths) / max(1, capacity * len(slots))
 
 # ---- 4. Loss and update
-
 def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
     """A forward pass over packed slots -> (M, T) log-probabilities of the completion tokens, a row
     for each sequence in slot order, 0 after its end; and (completion tokens,) entropies.
@@ -368,8 +357,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
     loss_of_completion = ((config.beta * kl - surrogate) * mask).sum(dim=1) / Z  # (M,)
     return (weights * loss_of_completion).sum() / (N * config.group_size), clipped, kl.detach()
 
-def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tensor,
-               weights: torch.Tensor, N: int, m: float, config, old=None, ref=None) -> dict:
+def train_step(model, optimizer, sequences, advantages, weights, N, m, config, old=None, ref=None):
     """One update on what was kept -> metrics: packs it, sums the gradient over micro-batches, and
     applies it. Even if the gradient is unbiased, the update is not: Adam and the clipping of the
     gradient's norm are not linear.
@@ -402,7 +390,6 @@ def train_step(model, optimizer, sequences: list[tuple], advantages: torch.Tenso
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
 # ---- 5. The step: the paper's algorithm
-
 def running_length(progress, completions: list, prompt_weights: torch.Tensor) -> float:
     """m, a running mean of the completions' length over the steps before this one, known before any
     draw of this one. The first step takes its own: without history, our rules prune no prompt."""
@@ -550,12 +537,10 @@ def token_logprobs(model, table, count, temperature):
         module.training = getattr(module, "gradient_checkpointing", False)
     hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
     model.eval()
-
     def of_chunk(hidden, targets):
         logprobs = model.get_output_embeddings()(hidden).float().div_(temperature).log_softmax(dim=-1)
         of_targets = logprobs.gather(-1, targets[:, None]).squeeze(-1)  # the backward pass computes again up to here
         return of_targets, torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
-
     chunks = zip(hidden.flatten(0, 1)[places].split(LOGIT_CHUNK), targets.split(LOGIT_CHUNK))
     parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return [torch.cat(part) for part in zip(*parts)]
@@ -723,9 +708,8 @@ def load_task(config):
             evals, train = {"held out": train[:size]}, train[size:]
     else:
         train, evals, tokenizer = sorting_data(config)
-    evals = {name: examples for name, examples in evals.items() if examples}
-    task = Task(train, evals, tokenizer, named("reward", config.reward, REWARDS))
-    for name, trial in {"the training data": train[:100], **evals}.items():
+    task = Task(train, {name: e for name, e in evals.items() if e}, tokenizer, named("reward", config.reward, REWARDS))
+    for name, trial in {"the training data": train[:100], **task.evals}.items():
         if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
             raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
     longest = max(len(e["prompt_ids"]) for e in sum(evals.values(), train)) + config.max_completion_tokens
@@ -758,8 +742,7 @@ def reward_completions(task, examples, completions):
 
 def load_examples(spec, split, config, tokenizer):
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
-    path, *name = re.split(r":(?![^\[]*\])", spec)  # a colon within [] is of a slice
-    *name, split = name or [split]
+    path, *name, split = re.split(r":(?![^\[]*\])", spec if ":" in spec else f"{spec}:{split}")  # not within a slice
     if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
@@ -847,7 +830,6 @@ GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps
 @dataclass
 class Config(Settings):
     """Every setting of the command line. Raises ValueError for what would be silently wrong."""
-
     model: str = setting("", "causal LM, Hub or folder; none: the embedded one")
     dataset: str = setting("", "path, path:split or path:config:split; Hub, folder, .jsonl, .parquet")
     prompt_column: str = setting("prompt,question,problem", "the first found")
@@ -937,9 +919,8 @@ def save_checkpoint(run):
 @torch.no_grad()
 def load_checkpoint(run, saved):
     """Takes a run up where its checkpoint was written."""
-    for file, size in zip(run.files, saved["sizes"]):
-        if file.tell() < size:
-            raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
+    if any(file.tell() < size for file, size in zip(run.files, saved["sizes"])):
+        raise ValueError(f"{run.out}: its records are shorter than they were at the checkpoint")
     run.optimizer.load_state_dict(saved["optimizer"])
     for weights in (run.optimizer.param_groups[0]["params"], [*run.task.model.parameters()]):
         torch._foreach_copy_(weights, saved["weights"])
