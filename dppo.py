@@ -12,17 +12,24 @@ densely into slots.
     python dppo.py --method dppo-optimal     the same with our rule of least variance
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-The upper floor, sections 1 to 5, is the paper. Its last function, dppo_step, is the algorithm. You
-may stop there. The lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
+The upper floor is the paper. It ends with dppo_step, the algorithm, and you may stop there. The
+lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
 
-    N    candidate prompts of a step: its window     A    advantage of a completion
-    B    those of them that are rolled out           pi   probability of being kept: 1 - P
-    G    completions of a prompt: its group          w    importance weight w_q w_qi: of the prompt
-    M    completions in a forward pass                    and of the completion, 1/pi or 0 each
-    T    tokens of the longest of them               C    share that is kept: kept/total
-    r_q  share of the low prompts that is pruned     rho  ratio of the new to the old probability
-    r_o  the same of completions                     Z    what normalises a completion's loss
-    NaN  no reward can be given, or no score yet     m    dapo's Z, a mean length of completions
+    N    candidate prompts of a step: its window
+    B    those of them that are rolled out
+    G    completions of a prompt: its group
+    M    completions in a forward pass
+    T    tokens of the longest of them
+    A    advantage of a completion
+    pi   probability of being kept: 1 - P
+    w    importance weight w_q w_qi: of the prompt and of the completion, 1/pi or 0 each
+    C    share that is kept: kept/total
+    r_q  share of the low prompts that is pruned
+    r_o  the same of completions
+    rho  ratio of the new to the old probability
+    Z    what normalises a completion's loss
+    m    dapo's Z, a mean length of completions
+    NaN  no reward can be given, or no score yet
 
 Our reading, where the paper is silent or contradicts itself:
   - The number pruned of a low set is fixed, which ones is random (keep_probabilities).
@@ -35,7 +42,6 @@ Our reading, where the paper is silent or contradicts itself:
 
 import argparse
 import copy
-import hashlib
 import json
 import math
 import os
@@ -47,6 +53,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from bisect import bisect_right, insort
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
@@ -60,16 +67,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-# ==== The upper floor: the paper ==================================================================
+# ==== The upper floor: the paper ====
 # ---- 1. Settings
-def setting(default, text: str, least: float = 0, most: float = 1e15):
+def setting(default, text, least=0, most=1e15):
     """A field of Settings, with its line of --help and the bounds of a number."""
     return field(default=default, metadata=dict(help=text, least=least, most=most))
 
 @dataclass
 class Settings:
-    """The method's settings. Config, on the lower floor, adds those of model, data and run, and
-    checks them all. Of two defaults, the second is that of the embedded task."""
+    """The method's settings. Config, on the lower floor, adds those of model, data and run. Of two
+    defaults, the second is that of the embedded task."""
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
     prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9", most=0.99)
@@ -86,8 +93,8 @@ class Settings:
 # By objective, how far rho may go down and up from 1.
 CLIPPING = dict(grpo=(0.2, 0.2), dr_grpo=(0.2, 0.2), dapo=(0.2, 0.28), gspo=(3e-4, 4e-4))
 
-# ---- 2. Pruning: which prompts and completions are kept, and what they weigh
-def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
+# ---- 2. Pruning
+def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 advantages A = (r - mean)/(std + 1e-4), or r - mean.
 
     Mean and std (over G - 1) are those of the whole group. To centre A again after pruning would
@@ -97,17 +104,16 @@ def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.
     if scale_by_std:
         advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
     equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # (B, 1)
-    missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
-    return advantages.masked_fill(equal | missing, 0.0)
+    return advantages.masked_fill(equal, 0.0).nan_to_num()
 
-def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
+def keep_probabilities(scores, rate):
     """The paper's rule: (n,) scores -> (n,) float64 keep probabilities pi = 1 - P.
 
     The low set is what scores below the mean. A draw over all n prunes floor(rate |low|) of it,
     each with the same probability. Everything else has pi = 1, also what has no score (NaN).
 
     The paper's Algorithm 1 is reported to remove the lowest for certain: pi = 0 where the gradient
-    is not 0, though its proof assumes P < 1. Our reading: a fixed number, chosen at random."""
+    is not 0, though its proof assumes P < 1."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # (n,) by more than rounding; NaN < x is False
     count = int(low.sum())
@@ -117,19 +123,18 @@ def keep_probabilities(scores: torch.Tensor, rate: float) -> torch.Tensor:
         pi[low] = (count - pruned) / count
     return pi
 
-def draw(pi: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw(pi, generator):
     """(n,) keep probabilities -> (n,) float64 weights: 1/pi where kept, 0 where pruned. Where
     pi > 0, their expectation is pi (1/pi) + (1 - pi) 0 = 1.
 
     Systematic sampling: lay the items end to end in random order, each pi long. Lay a comb over
-    them, with teeth at u, u + 1, u + 2, ... for one u uniform in [0, 1). What holds a tooth is
-    kept: an item of length pi with probability pi, and in all sum(pi) items, rounded down or up.
-    With lengths 0.5, 1, 0.25, 0.25 and u = 0.6, the teeth at 0.6 and 1.6 keep the second and the
-    third."""
+    them, with teeth at u, u + 1, u + 2, ... for one u uniform in [0, 1). Items with a tooth are
+    kept, each with probability pi: in all sum(pi) of them, rounded down or up. With lengths 0.5,
+    1, 0.25, 0.25 and u = 0.6, the teeth at 0.6 and 1.6 keep the second and the third."""
     order = torch.randperm(len(pi), generator=generator)  # (n,)
     ends = pi[order].cumsum(0)  # (n,)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
-    teeth_before = (ends - u).ceil()  # (n,) before each end; in the example 0, 1, 2, 2
+    teeth_before = (ends - u).ceil()  # (n,) each end; in the example 0, 1, 2, 2
     has_tooth = teeth_before.diff(prepend=torch.zeros(1)) > 0  # (n,)
     kept = order[has_tooth]
     weights = torch.zeros_like(pi)  # (n,)
@@ -145,26 +150,26 @@ class Rule:
     unbiased = True  # False: what is kept weighs the same, and the loss is its mean
     remembers = {}  # name: value before the first visit; one number for each prompt
 
-    def __init__(self, config: Settings, prompt_count: int):
+    def __init__(self, config, prompt_count):
         self.config = config
         self.prompt_count = prompt_count
         self.memory = {}  # saved in checkpoints
         for name, value in self.remembers.items():
             self.memory[name] = torch.full((prompt_count,), value, dtype=torch.float64)
 
-    def has_gradient(self, advantages: torch.Tensor) -> torch.Tensor:
+    def has_gradient(self, advantages):
         """(B, G) bool: A is not 0, or there is a KL term."""
         return (advantages != 0) | (self.config.beta > 0)
 
-    def prompt_probabilities(self) -> torch.Tensor:
+    def prompt_probabilities(self):
         """(all prompts,) float64 pi of each prompt, from memory alone."""
         return torch.ones(self.prompt_count, dtype=torch.float64)
 
-    def completion_probabilities(self, advantages, prompt_weights) -> torch.Tensor:
+    def completion_probabilities(self, advantages, prompt_weights):
         """(B, G) advantages, (B,) weights of their prompts -> (B, G) float64 pi."""
         return torch.ones_like(advantages)
 
-    def update(self, prompts: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor):
+    def update(self, prompts, rewards, advantages):
         """Remembers a rollout: (B,) indices of prompts, (B, G) rewards, (B, G) advantages."""
 
 class GRPOSkip(Rule):
@@ -176,7 +181,7 @@ class GRPOSkip(Rule):
 class DPPO(GRPOSkip):
     """The paper's rule. The score of a completion is |A|, and low if below the mean of this step.
     The score of a prompt is the mean |A| of its group at its last visit, and low if below the mean
-    of all prompts that have one; so a window in which no prompt teaches is pruned too."""
+    of all prompts that have one."""
     remembers = {"score": math.nan}
 
     def prompt_probabilities(self):
@@ -190,22 +195,20 @@ class DPPO(GRPOSkip):
         return pi
 
     def update(self, prompts, rewards, advantages):
-        scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing: it taught nothing
-        for prompt, score in zip(prompts.tolist(), scores):  # if twice (an epoch ends), the later
-            self.memory["score"][prompt] = score
+        # 0 where a reward is missing. Of a prompt that comes twice, numpy keeps the later score.
+        self.memory["score"].numpy()[prompts] = advantages.abs().mean(dim=1)  # (B,)
 
-def next_prompts(seen: int, prompt_count: int, seed: int) -> torch.Tensor:
-    """(prompt_count,) the prompts that come after the first `seen` ones. Each epoch has an order
-    of its own, which follows from seed and epoch, so that a resumed run goes on with it."""
+def next_prompts(seen, prompt_count, seed):
+    """(prompt_count,) the prompts that follow the first `seen`. Each epoch has its own order."""
     epoch, start = divmod(seen, prompt_count)
     orders = []
     for e in (epoch, epoch + 1):
-        # These seeds go down from 1_000_003 seed - 1, those of dppo_step up from 1_000_003 seed.
+        # The seeds of dppo_step go up from 1_000_003 seed, these go down.
         generator = torch.Generator().manual_seed(1_000_003 * seed - 1 - e)
         orders.append(torch.randperm(prompt_count, generator=generator))
     return torch.cat(orders)[start : start + prompt_count]
 
-def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torch.Generator):
+def pick_prompts(rule, upcoming, limit, generator):
     """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. As pi <= 1,
@@ -217,13 +220,13 @@ def pick_prompts(rule: Rule, upcoming: torch.Tensor, limit: int, generator: torc
     pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
-    if pi.sum() < 1:  # with very few prompts, or a limit of 1: keep one; before the draw
+    if pi.sum() < 1:  # with few prompts, or a limit of 1: keep one
         pi = pi / pi.sum()
     weights = draw(pi, generator)  # (N,)
     window = upcoming[:N]
     return window, window[weights > 0], weights[weights > 0]
 
-def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, N: int, generator):
+def weigh_completions(rule, rewards, advantages, prompt_weights, N, generator):
     """Completion-level pruning: (B, G) rewards, (B, G) advantages, (B,) weights of the prompts
     -> (B, G) weights w = w_q w_qi, prompt times completion, 0 where pruned.
 
@@ -240,20 +243,16 @@ def weigh_completions(rule: Rule, rewards, advantages, prompt_weights, N: int, g
     kept = (w_qi > 0).double()
     return kept * N * kept.shape[1] / kept.sum().clamp(min=1)
 
-# ---- 3. Packing: the paper's Dense Prompt Packing
-def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[int]]:
-    """Window-based greedy packing: lengths > 0 in tokens -> slots, lists of indices whose lengths
-    sum to at most `capacity`. Every index ends up in exactly one slot.
+# ---- 3. Packing: Dense Prompt Packing
+def pack(lengths, capacity, lookahead=64):
+    """Window-based greedy packing: lengths in tokens, 1 to `capacity` -> slots, lists of indices
+    whose lengths sum to at most `capacity`. Every index ends up in exactly one slot.
 
     Of the next `lookahead` sequences, the longest that fits goes into the open slot. When none
-    fits, the next slot is opened. Raises ValueError if a sequence exceeds a slot."""
-    if max(lengths, default=0) > capacity:
-        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a slot of {capacity}")
-    waiting = []  # sorted by length; of equal lengths, the first in order comes last
-    slots, room = [], 0
-    for i, length in enumerate(lengths[:lookahead]):
-        insort(waiting, (length, -i))
-    following = lookahead
+    fits, the next slot is opened."""
+    # By length; of equal lengths, the first in order comes last.
+    waiting = sorted((length, -i) for i, length in enumerate(lengths[:lookahead]))
+    slots, room, following = [], 0, lookahead
     while waiting:
         fitting = bisect_right(waiting, (room, 0))  # how many: all (length, -i) <= (room, 0)
         if fitting == 0:
@@ -268,15 +267,15 @@ def pack(lengths: list[int], capacity: int, lookahead: int = 64) -> list[list[in
             following += 1
     return slots
 
-def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tuple[list, float]:
+def pack_micro_batches(sequences, indices, config):
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches (lists of slots, which
     are lists of indices), and the density: the share of the slots that is filled.
 
-    Attention in a slot costs its length squared, so a slot is only as long as the longest
-    sequence, in multiples of 8 and at least 128, which short ones fill better. A micro-batch has
-    several."""
+    Attention in a slot costs its length squared, so it is only as long as the longest sequence, in
+    multiples of 8 and at least 128, which short ones fill better. A micro-batch has several."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
-    capacity = max(128, math.ceil(max(lengths, default=1) / 8) * 8)
+    capacity = max([128, *lengths])
+    capacity += -capacity % 8
     slots = []
     for slot in pack(lengths, capacity):
         slots.append([indices[j] for j in slot])
@@ -285,7 +284,7 @@ def pack_micro_batches(sequences: list[tuple], indices: list[int], config) -> tu
     return micro_batches, sum(lengths) / max(1, capacity * len(slots))
 
 # ---- 4. Loss and update
-def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], temperature: float):
+def completion_logprobs(model, sequences, slots, temperature):
     """A forward pass over packed slots -> (M, T) log-probabilities of the completion tokens, a row
     for each sequence in slot order, 0 after its end; and (completion tokens,) entropies.
 
@@ -308,9 +307,8 @@ def completion_logprobs(model, sequences: list[tuple], slots: list[list[int]], t
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
 
 @torch.no_grad()
-def frozen_logprobs(model, sequences: list[tuple], indices: list[int], config) -> dict:
-    """{index: (length,) log-probabilities} of the completions at `indices`, under the policy as
-    it is now: the old policy, or the reference."""
+def frozen_logprobs(model, sequences, indices, config):
+    """{index: (length,) log-probabilities} of the completions at `indices`, without gradient."""
     result = {}
     for slots in pack_micro_batches(sequences, indices, config)[0]:
         logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
@@ -358,9 +356,8 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
     return (weights * loss_of_completion).sum() / (N * config.group_size), clipped, kl.detach()
 
 def train_step(model, optimizer, sequences, advantages, weights, N, m, config, old=None, ref=None):
-    """One update on what was kept -> metrics: packs it, sums the gradient over micro-batches, and
-    applies it. Even if the gradient is unbiased, the update is not: Adam and the clipping of the
-    gradient's norm are not linear.
+    """One update on what was kept -> metrics. The gradient is summed over micro-batches. Even if it
+    is unbiased, the update is not: Adam and the clipping of its norm are not linear.
 
     sequences: the (prompt ids, completion ids) of all completions; advantages, weights: one number
     for each; old, ref: from frozen_logprobs. Without `old`, the policy that sampled is the one
@@ -384,22 +381,22 @@ def train_step(model, optimizer, sequences, advantages, weights, N, m, config, o
         loss.backward()  # gradients are summed in float32
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
-    means = metric_sums / max(1, tokens)  # for the record only: the loss divides by N G
-    metrics = apply_update(model, optimizer, means, config)  # clips, steps; names the means
+    means = metric_sums / max(1, tokens)  # for the record: the loss divides by N G
+    metrics = apply_update(model, optimizer, means, config)
     return metrics | dict(
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
 # ---- 5. The step: the paper's algorithm
-def running_length(progress, completions: list, prompt_weights: torch.Tensor) -> float:
-    """m, a running mean of the completions' length over the steps before this one, known before any
-    draw of this one. The first step takes its own: without history, our rules prune no prompt."""
+def running_length(progress, completions, prompt_weights):
+    """m, a running mean of the completions' length over the steps before, known before the draws.
+    The first step takes its own: without history, our rules prune no prompt."""
     lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
     own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
     m = progress.mean_length or own
     progress.mean_length = 0.9 * m + 0.1 * own
     return m
 
-def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
+def dppo_step(task, rule, optimizer, reference, progress, config):
     """One step of the paper's algorithm -> what happened, for the record.
 
     task has the model, the training examples (`train`) and the reward; progress counts steps and
@@ -425,9 +422,9 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
     m = running_length(progress, completions, prompt_weights)
     rollout_seconds = time.perf_counter() - clock
 
-    # 3. Prune completions. Every update has a draw of its own, since after the first update theta
-    #    depends on the first draw. (Prompts cannot be drawn anew: from the second update on, the
-    #    gradient is unbiased given the prompts that were kept.)
+    # 3. Prune completions. Every update has its own draw, since after the first, theta depends on
+    #    the first draw. (Prompts cannot be drawn anew: from the second update on, the gradient is
+    #    unbiased only given the prompts that were kept.)
     draws = []
     for _ in range(config.inner_epochs):
         weights = weigh_completions(rule, rewards, advantages, prompt_weights, N, generator)
@@ -448,24 +445,23 @@ def dppo_step(task, rule: Rule, optimizer, reference, progress, config) -> dict:
     # 5. Pack what is kept, and update.
     learning_rate = config.learning_rate * min(1.0, progress.step / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = learning_rate
-    updates = []
-    for weights in draws:
-        updates.append(train_step(model, optimizer, sequences, advantages.flatten(), weights,
-                                  N, m, config, old, ref))
+    A, updates = advantages.flatten(), []  # (B G,)
+    for w in draws:
+        updates.append(train_step(model, optimizer, sequences, A, w, N, m, config, old, ref))
     return dict(
         N=N, examples=examples, completions=completions, rewards=rewards, advantages=advantages,
         prompt_weights=prompt_weights, weights=draws[-1].view_as(rewards), updates=updates,
         learning_rate=learning_rate, rollout_seconds=rollout_seconds,
         train_seconds=time.perf_counter() - clock - rollout_seconds)
 
-# ==== The lower floor: what the paper stands on ===================================================
+# ==== The lower floor: what the paper stands on ====
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE = DEVICE == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # not a T4 or V100
-DTYPE = torch.bfloat16 if NATIVE else torch.float32  # but see make_optimizer
-LOGIT_CHUNK = 512  # tokens that have logits at a time: with Qwen's vocabulary three float32 copies of 0.3 GB
+DTYPE = torch.bfloat16 if NATIVE else torch.float32
+LOGIT_CHUNK = 512  # tokens with logits at a time: of Qwen's vocabulary, three float32 copies of 0.3 GB
 
-# ---- 6. Beyond the paper: the rule of least variance, and rules of one's own
-def optimal_probabilities(scores: torch.Tensor, rate: float, floor: float = 0.0) -> torch.Tensor:
+# ---- 6. Beyond the paper: the rule of least variance
+def optimal_probabilities(scores, rate, floor=0.0):
     """Scores, of any shape -> float64 pi = min(1, c score), at least `floor`, 1 without a score. Their sum is that of
     keep_probabilities (without a floor, of what scores above 0). Pruning adds sum (1/pi - 1) |g|^2 to the gradient's
     variance. At a given sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly to |A|."""
@@ -497,7 +493,7 @@ class OptimalDPPO(Rule):
         """At success rate p, A^2 is 1 unless all are right or wrong: in the mean 1 - p^G - (1 - p)^G. Without the std
         it is p (1 - p), half of that at G = 2. For p from Beta(a, b), E[p^G] is the product of (a + i)/(a + b + i)."""
         if ((rewards < 0) | (rewards > 1)).any():
-            warnings.warn("dppo-optimal expects rewards within [0, 1]: less counts as 0, and more as 1")  # shown once
+            warnings.warn("dppo-optimal takes rewards below 0 as 0, and above 1 as 1")
         right, wrong = self.memory["right"], self.memory["wrong"]
         for q, group in zip(prompts.tolist(), rewards.clamp(0, 1)):
             if not group.isnan().any():  # else it says nothing about successes
@@ -517,7 +513,7 @@ def checked(method, *inputs):
     needed &= rule.unbiased or not (inputs or pi.any())
     if pi.shape != needed.shape or not (torch.where(needed, pi > 0, pi >= 0) & (pi <= 1 + 1e-9)).all():
         raise ValueError(f"{method.__qualname__} must give {tuple(needed.shape)} probabilities, 0 < pi <= 1; "
-                         "0 only for completions without gradient, or if unbiased = False")
+                         "0 only where there is no gradient, or if unbiased = False")
     return pi
 
 def named(option, name, known):
@@ -526,7 +522,7 @@ def named(option, name, known):
         raise ValueError(f"--{option} {name}: not one of {', '.join(known)}, nor package.module:name")
     return known.get(name) or pkgutil.resolve_name(name)
 
-# ---- 7. The model: forward pass, optimizer, rollout
+# ---- 7. The model
 def token_logprobs(model, table, count, temperature):
     """(slots, length, 3) token ids, position ids, and 1 at the `count` places before tokens of completions -> (count,)
     log-probabilities of these, (count,) entropies. Only there are logits, by chunks, again in the backward pass."""
@@ -583,7 +579,7 @@ def generate(task, prompts, samples, config, scores=False):
     """Lists of ids -> `samples` completions of each, side by side; with `scores`, their log-probabilities, padded. A
     prompt is read once for all its samples. model.generate goes on until its last row has ended, so it is called in six
     parts; rows that have ended leave in between. Qwen's generation_config (top_k, a repetition penalty) is not of the
-    policy that is trained, so a shallow copy of the model has a clean one."""
+    policy that is trained, so a copy of the model has a clean one."""
     model = copy.copy(task.model)
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=config.temperature, top_k=0, top_p=1.0, eos_token_id=task.end_ids() or None,
@@ -648,23 +644,6 @@ def gsm8k_number(text):
     chosen = [match for match in numbers if match.start() > mark >= 0] or numbers[::-1]
     return Decimal(re.sub("[$,]", "", chosen[0][0])) if chosen else None
 
-def boxed(text, unboxed=""):
-    """The inside of the last \\boxed{...}, nested braces included, or `unboxed` if there is none or it is never closed:
-    a number, or one spelling of what differs in spacing, bracket sizes, kinds of fraction or a final dot."""
-    *before, inside = re.split(r"\\boxed\s*\{", text)
-    depth = 1
-    for token in re.finditer(r"\\.|[{}]", inside):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)  # \{ and \} are characters, not braces
-        if before and depth == 0:
-            unboxed = inside[:token.start()]
-            break
-    text = unboxed.replace("\N{MINUS SIGN}", "-").rstrip(". ")
-    text = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"(\\\\)|\\(?:left\b|right\b|[!,;: $%])|\^\{?\\circ\}?|[$%\s~°]|(?<=\\)[dt](?=frac)", r"\1", text)
-    text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
-    text = re.sub(r"\{([\w,])\}", r"\1", text)  # for TeX, too, \frac12 is \frac{1}{2}
-    return gsm8k_number(text) if re.fullmatch(NUMBER, text) else text
-
 def reward_of(read, gold):
     """A reward: 1 where read(text of the completion) is gold(answer), None where that is None or empty."""
     def reward(prompts, completions, answer, **columns):
@@ -676,10 +655,9 @@ def reward_of(read, gold):
 REWARDS = {
     "exact": reward_of(str.strip, str.strip),
     "gsm8k": reward_of(gsm8k_number, lambda answer: (  # an answer is a number, or marks one with ####
-        gsm8k_number(answer) if re.search(rf"####|^[ .%]*{NUMBER}[ .%]*\Z", answer) else None)),
-    "boxed": reward_of(boxed, lambda answer: boxed(answer, answer))}
+        gsm8k_number(answer) if re.search(rf"####|^[ .%]*{NUMBER}[ .%]*\Z", answer) else None))}
 
-# ---- 9. Tasks: data, reward, model
+# ---- 9. Tasks
 @dataclass
 class Task:
     """What a run works on. An example has prompt (text or messages), prompt_ids and the dataset's columns."""
@@ -711,7 +689,7 @@ def load_task(config):
     task = Task(train, {name: e for name, e in evals.items() if e}, tokenizer, named("reward", config.reward, REWARDS))
     for name, trial in {"the training data": train[:100], **task.evals}.items():
         if reward_completions(task, trial, [[[]]] * len(trial)).isnan().all():  # of empty completions
-            raise ValueError(f"--reward {config.reward} can grade none of {len(trial)} answers of {name}")
+            raise ValueError(f"--reward {config.reward} grades none of {len(trial)} answers (--answer_column): {name}")
     longest = max(len(e["prompt_ids"]) for e in sum(evals.values(), train)) + config.max_completion_tokens
     if config.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -724,7 +702,7 @@ def load_task(config):
         model.activation_checkpointing_enable()
     task.model = model.to(DEVICE).eval()
     check_sampling(task, config)
-    print(f"{type(model).__name__}, {model.num_parameters() / 1e6:,.2f} M weights, {str(DTYPE)[6:]} on {DEVICE}")
+    print(f"{type(model).__name__} in {DTYPE} on {DEVICE}")
     return task
 
 def reward_completions(task, examples, completions):
@@ -747,14 +725,13 @@ def load_examples(spec, split, config, tokenizer):
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
     rows = datasets.load_dataset(kind or path, *name, data_files=kind and {split.split("[")[0]: path}, split=split)
-    flat, columns = rows.flatten()[:], []  # flat: verl nests the answer
-    for option, needed in ("prompt_column", True), ("answer_column", config.reward in REWARDS):
-        found = [flat[name] for name in getattr(config, option).split(",") if name in flat]
-        if needed and not found:  # one's own reward needs no answer
-            raise ValueError(f"{spec} has the columns {', '.join(flat)}: --{option} names one")
-        columns += found[:1] or [[None] * len(rows)]
+    flat = rows.flatten()[:]  # verl nests the answer
+    prompts = [flat[name] for name in config.prompt_column.split(",") if name in flat]
+    answers = [flat[name] for name in config.answer_column.split(",") if name in flat] + [[None] * len(rows)]
+    if not prompts:
+        raise ValueError(f"{spec} has the columns {', '.join(flat)}: --prompt_column names one")
     template, system, examples = json.loads(config.chat_template_kwargs), config.system_prompt, []
-    for row, prompt, answer in zip(rows, *columns):
+    for row, prompt, answer in zip(rows, prompts[0], answers[0]):
         if not prompt:
             continue
         if tokenizer.chat_template:
@@ -774,8 +751,8 @@ def load_examples(spec, split, config, tokenizer):
     random.Random(0).shuffle(examples)  # not by --seed: the data is the same for every run
     return examples
 
-# The embedded task: sort digits. By class: prompts, fewest and most digits. As in real datasets, the easy ones are
-# nearly always solved before training, the hard ones never.
+# The embedded task: sort digits. By class: prompts, fewest and most digits. As in real data, the easy ones are nearly
+# always solved before training, the hard ones never.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 
 def sorting_example(name, rng, tokenizer):
@@ -823,7 +800,7 @@ def warm_started(tokenizer):
     os.replace(partial, kept)  # never half a model under this name
     return model
 
-# ---- 10. Runs: all settings, evaluation, metrics, checkpoints, the loop, the command line
+# ---- 10. Runs
 FIXED = ("method", "data", "model", "eval_dataset", "eval_prompts", "eval_samples")  # if resumed; of history two
 GROUPS = dict(method="method", model="data", rollout_batch_size="rollout", steps="training", eval_dataset="run")
 
@@ -837,21 +814,21 @@ class Config(Settings):
     system_prompt: str = setting("", "before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out, and counted", least=1)
-    reward: str = setting(("gsm8k", "exact"), "exact, gsm8k, boxed or your own module:function")
+    reward: str = setting(("gsm8k", "exact"), "exact, gsm8k or your own module:function")
     rollout_batch_size: int = setting(256, "sequences in a call of generate", least=1)
     steps: int = setting((300, 110), "0 only evaluates")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped", least=1e-6)
     micro_batch_tokens: int = setting(4096, "tokens in a forward pass, or one long sequence", least=1)
-    gradient_checkpointing: bool = setting(False, "less memory, a third more work")
+    gradient_checkpointing: int = setting(0, "1: less memory, a third more work", most=1)
     eval_dataset: str = setting("", "as --dataset, several by commas; none: held out")
     eval_prompts: int = setting(256, "of each evaluation set, at most")
     eval_samples: int = setting(4, "k of avg@k and pass@k", least=1)
-    eval_every: int = setting(0, "steps between evaluations, beside those before and after")
+    eval_every: int = setting(0, "steps between evaluations, besides before and after")
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws", most=2**32 - 1)
     output_dir: str = setting("", "the run's own folder; none: a new one under runs/")
-    save_every: int = setting(50, "steps between checkpoints, beside the one after the last")
-    history: str = setting("", "folder of an earlier run on the same data: start with its memory of prompts")
-    resume: str = setting("", "folder of a run that goes on, with its settings but for those given beside it")
+    save_every: int = setting(50, "steps between checkpoints, besides after the last")
+    history: str = setting("", "folder of an earlier run on the same data, for its memory of prompts")
+    resume: str = setting("", "folder of a run to go on with, in its settings but for those given")
 
     def __post_init__(self):
         self.rule = named("method", self.method, RULES)
@@ -871,9 +848,9 @@ class Config(Settings):
         if self.resume and self.output_dir:
             raise ValueError("--resume goes on in its own folder: leave out --output_dir")
 
-def evaluate(task, config) -> dict:
+def evaluate(task, config):
     """avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward of them all; None if not graded."""
-    transformers.set_seed(config.seed)  # the same every time; training seeds every step anew
+    transformers.set_seed(config.seed)  # the same every time
     k, sets, graded = config.eval_samples, {}, [torch.zeros(0)]
     mean = lambda values: values.mean().item() if len(values) else None
     for name, examples in task.evals.items():
@@ -885,15 +862,15 @@ def evaluate(task, config) -> dict:
 
 def step_record(
         task, progress, N, examples, completions, rewards, advantages, prompt_weights, weights, updates, **numbers):
-    """What dppo_step returned -> a line of metrics.jsonl, and one of samples.jsonl: its first group. Means of rewards
-    and completions are over graded prompts, by weight, so they speak of the whole window."""
+    """What dppo_step returned -> a line of metrics.jsonl, and one of samples.jsonl: its first group. Means are over
+    graded prompts, by weight, so they speak of the whole window."""
     graded, ends = ~rewards.isnan().any(dim=1), task.end_ids()
     w = prompt_weights * graded
     mean = lambda x: (w @ torch.as_tensor(x).double().mean(dim=1).nan_to_num() / w.sum()).nan_to_num().item()
     record = dict(
         step=progress.step, cumulative_seconds=progress.seconds, peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,
         prompts_seen=N, prompts_rolled=len(w), prompts_pruned=N - len(w), ungradable_prompts=int((~graded).sum()),
-        reward=mean(rewards), zero_variance_fraction=mean((rewards == rewards[:, :1]).all(dim=1, keepdim=True)),
+        reward=mean(rewards), zero_variance_fraction=mean((advantages == 0).all(dim=1, keepdim=True)),
         truncated_fraction=mean([[ids[-1] not in ends for ids in group] for group in completions]),
         completion_length=mean([[len(ids) for ids in group] for group in completions]), weight_max=weights.max().item(),
         effective_sample_size=(weights.sum() ** 2 / weights.square().sum()).nan_to_num().item())
@@ -914,7 +891,7 @@ def save_checkpoint(run):
     with (run.out / "partial.pt").open("wb") as file:
         torch.save(state, file)
         os.fsync(file.fileno())
-    os.replace(file.name, run.out / "checkpoint.pt")  # if killed, the last one is whole
+    os.replace(file.name, run.out / "checkpoint.pt")
 
 @torch.no_grad()
 def load_checkpoint(run, saved):
@@ -927,24 +904,24 @@ def load_checkpoint(run, saved):
     for file, size in zip(run.files, saved["sizes"]):
         file.truncate(size)  # what came after the checkpoint comes again
 
-def start(config, task=None) -> SimpleNamespace:
+def start(config, task=None):
     """A run that is ready for its next step."""
     folder = config.resume or config.history
     out = Path(config.resume or config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     saved = folder and torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)  # runs no code
-    out.mkdir(parents=True, exist_ok=True)  # before any work, in case it cannot be written
+    out.mkdir(parents=True, exist_ok=True)  # first, in case it cannot be written
     if not config.resume and any(out.iterdir()):
         raise ValueError(f"--output_dir {out} is not empty; --resume {out} goes on with a run")
     task = task or load_task(config)
     data = repr([(e["prompt_ids"], e.get("answer")) for e in task.train])
-    settings = asdict(config) | {"data": hashlib.sha256(data.encode()).hexdigest()}
+    settings = asdict(config) | {"data": zlib.crc32(data.encode())}
     rule, progress = config.rule(config, len(task.train)), dict(seen=0, mean_length=None)
     if saved:
         for name in FIXED if config.resume else FIXED[:2]:
             if saved["settings"][name] != settings[name]:
                 raise ValueError(f"{folder}: its {name} is not that of this run")
         rule.memory, progress = saved["memory"], saved["progress"]
-    checked(rule.prompt_probabilities)  # one's own rule is tried before any training
+    checked(rule.prompt_probabilities)  # one's own rule is tried first
     if not config.resume:
         progress |= dict(step=0, seconds=0.0, skipped=0, before=evaluate(task, config))
     run = SimpleNamespace(
@@ -958,7 +935,7 @@ def start(config, task=None) -> SimpleNamespace:
     (out / "config.partial").replace(out / "config.json")
     return run
 
-def train(run) -> dict:
+def train(run):
     """Makes the steps that are left, and evaluates -> the summary."""
     config, task, progress, after = run.config, run.task, run.progress, None
     for step in (bar := tqdm(range(progress.step + 1, config.steps + 1), initial=progress.step, total=config.steps)):
@@ -974,7 +951,7 @@ def train(run) -> dict:
         bar.set_postfix({name: record[name] for name in ("reward", "prompts_seen", "prompts_rolled", "slot_density")})
         progress.skipped = progress.skipped + 1 if record["skipped"] == 1 else 0
         if progress.skipped >= 10:
-            raise FloatingPointError("10 updates in a row were not finite; a smaller --learning_rate may help")
+            raise FloatingPointError("10 updates in a row were not finite: lower --learning_rate")
         if step == config.steps or step % (config.save_every or math.inf) == 0:
             save_checkpoint(run)
     before = progress.before
@@ -1001,11 +978,11 @@ def main():
     for option in fields(Config):
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
-        kind = dict(action="store_true") if option.type is bool else dict(type=option.type, metavar="")
-        default = "" if option.default in (None, "") else f" ({option.default})"
+        shown = "" if option.default in (None, "") else f" ({option.default})"
         if isinstance(option.default, tuple):
-            default = " ({}, embedded task {})".format(*option.default)
-        group.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"] + default, **kind)
+            shown = " ({}, embedded task {})".format(*option.default)
+        group.add_argument(f"--{option.name}", type=option.type, default=option.default, metavar="",
+                           help=option.metadata["help"] + shown)
     try:
         resume = parser.parse_args().resume
         if resume:  # its settings, but for those given beside it
@@ -1017,7 +994,7 @@ def main():
               if run and (run.out / "checkpoint.pt").exists() else "\nstopped before the first checkpoint")
         sys.exit(130)
     except torch.OutOfMemoryError:
-        sys.exit("dppo.py: out of memory: try a smaller --micro_batch_tokens or --rollout_batch_size")
+        sys.exit("dppo.py: out of memory: lower --micro_batch_tokens or --rollout_batch_size")
     except Exception as error:
         if run:
             raise
