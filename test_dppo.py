@@ -670,8 +670,7 @@ def test_sampled_frequencies_match_the_probabilities_that_are_trained_whatever_t
     assert task.model.generation_config is own and own.top_k == 3  # its own again
 
 def test_completions_end_with_the_first_of_several_end_ids():
-    task = tiny_task()
-    task.model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
+    (task := tiny_task()).model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
     assert task.end_ids() == [1, 12]
     completions = dppo.rollout(task, task.train[:6], 20, Config(max_completion_tokens=9))
     flat = [ids for group in completions for ids in group]
@@ -1288,7 +1287,6 @@ def test_slow_ctrl_c_prints_what_is_saved_and_the_command_that_goes_on(folder, t
     assert [line["step"] for line in read_lines(found[0].parent / "metrics.jsonl")] == [*range(1, steps + 3)]
 # ---- The example for TRL in the notebook; where TRL is installed -----------------------------------------------------
 def trl_example() -> dict:
-    """TRL, and what the notebook's example defines."""
     return written_by_the_notebook("dppo_trl.py", trl=pytest.importorskip("trl"))
 def trl_settings(trl, folder, prompts=N, loss_type="grpo", **arguments) -> dict:
     """Of a trainer whose rollouts are the sequences with REWARDS, for prompt q those of q % N."""
