@@ -179,9 +179,9 @@ class GRPOSkip(Rule):
         return self.has_gradient(advantages).double()
 
 class DPPO(GRPOSkip):
-    """The paper's rule. The score of a completion is |A|, and low if below the mean of this step.
-    The score of a prompt is the mean |A| of its group at its last visit, and low if below the mean
-    of all prompts that have one."""
+    """The paper's rule. The score of a completion is |A|, and low if below the mean of those with
+    a gradient. The score of a prompt is the mean |A| of its group at its last visit, and low if
+    below the mean of all prompts that have one."""
     remembers = {"score": math.nan}
 
     def prompt_probabilities(self):
@@ -195,11 +195,12 @@ class DPPO(GRPOSkip):
         return pi
 
     def update(self, prompts, rewards, advantages):
-        # 0 where a reward is missing. Of a prompt that comes twice, numpy keeps the later score.
-        self.memory["score"].numpy()[prompts] = advantages.abs().mean(dim=1)  # (B,)
+        scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing
+        self.memory["score"].numpy()[prompts] = scores  # of a prompt that comes twice, the later
 
 def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts that follow the first `seen`. Each epoch has its own order."""
+    """(prompt_count,) the prompts that follow the first `seen`, also in the next epoch, which has
+    an order of its own."""
     epoch, start = divmod(seen, prompt_count)
     orders = []
     for e in (epoch, epoch + 1):
@@ -212,12 +213,13 @@ def pick_prompts(rule, upcoming, limit, generator):
     """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. As pi <= 1,
-    it has at least `limit` prompts, or all. The draw keeps sum(pi), rounded: `limit` or one less.
-    N depends on history and order, never on the draw: to go on until enough survive is biased.
+    it has at least `limit` prompts, or all. The draw keeps sum(pi), rounded: if not all, `limit` or
+    one less. N depends on history and order, never on the draw: to go on until enough survive is
+    biased.
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
     a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
-    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises unless 0 < pi <= 1
+    pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises where pi would bias
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
     pi = pi[:N]  # (N,)
     if pi.sum() < 1:  # with few prompts, or a limit of 1: keep one
@@ -230,8 +232,8 @@ def weigh_completions(rule, rewards, advantages, prompt_weights, N, generator):
     """Completion-level pruning: (B, G) rewards, (B, G) advantages, (B,) weights of the prompts
     -> (B, G) weights w = w_q w_qi, prompt times completion, 0 where pruned.
 
-    Where there is a gradient, E[w_q w_qi] = E[w_q E[w_qi | rollout]] = E[w_q] = 1. So pi of a
-    completion may depend on which prompts survived, and on everything else in the rollout."""
+    E[w_q w_qi l] = E[w_q l E[w_qi | rollout]] = E[w_q l] = E[l] where the loss l has a gradient. So
+    pi of a completion may depend on which prompts survived, and on all else in the rollout."""
     pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) 0: no gradient
     missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
     pi = pi.masked_fill(missing, 0.0)  # a group with a NaN has no loss, neither here nor in L
@@ -243,13 +245,11 @@ def weigh_completions(rule, rewards, advantages, prompt_weights, N, generator):
     kept = (w_qi > 0).double()
     return kept * N * kept.shape[1] / kept.sum().clamp(min=1)
 
-# ---- 3. Packing: Dense Prompt Packing
+# ---- 3. Dense Prompt Packing
 def pack(lengths, capacity, lookahead=64):
     """Window-based greedy packing: lengths in tokens, 1 to `capacity` -> slots, lists of indices
-    whose lengths sum to at most `capacity`. Every index ends up in exactly one slot.
-
-    Of the next `lookahead` sequences, the longest that fits goes into the open slot. When none
-    fits, the next slot is opened."""
+    whose lengths sum to at most `capacity`. Of the next `lookahead` sequences, the longest that
+    fits goes into the open slot. When none fits, the next slot is opened."""
     # By length; of equal lengths, the first in order comes last.
     waiting = sorted((length, -i) for i, length in enumerate(lengths[:lookahead]))
     slots, room, following = [], 0, lookahead
@@ -271,8 +271,8 @@ def pack_micro_batches(sequences, indices, config):
     """Packs the (prompt ids, completion ids) at `indices` -> micro-batches (lists of slots, which
     are lists of indices), and the density: the share of the slots that is filled.
 
-    Attention in a slot costs its length squared, so it is only as long as the longest sequence, in
-    multiples of 8 and at least 128, which short ones fill better. A micro-batch has several."""
+    Attention in a slot costs its length squared. So a slot is as long as the longest sequence (a
+    multiple of 8, at least 128), and a micro-batch has several."""
     lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
     capacity = max([128, *lengths])
     capacity += -capacity % 8
@@ -323,13 +323,13 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         L_hat = 1/(N G) sum_i w_i l_i
         l_i = 1/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - down, 1 + up) A_i) + beta KL_t]
 
-    With w = 1 this is the full loss L. Given pi, the draws do not depend on l, so E[w l] = E[l],
-    also with clipping and KL, which the paper's proof leaves out. The paper averages over what is
-    kept, and rescales by C/(1 - P), C = kept/total. It is the same (Horvitz-Thompson) estimator:
+    With w = 1 this is the full loss L. As E[w l] = E[l] (weigh_completions), E[L_hat] = L, also
+    with clipping and KL, which the paper's proof leaves out. The paper averages over what is kept,
+    and rescales by C/(1 - P), C = kept/total. It is the same (Horvitz-Thompson) estimator:
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G).
 
     logprobs, old_logprobs, ref_logprobs (None without beta): (M, T); lengths, advantages, weights:
-    (M,); N, m: numbers, m for dapo only."""
+    (M,); N, m: numbers."""
     mask = torch.arange(logprobs.shape[1], device=logprobs.device) < lengths[:, None]  # (M, T)
     log_ratio = logprobs - old_logprobs  # (M, T)
     if config.objective == "gspo":
@@ -378,11 +378,11 @@ def train_step(model, optimizer, sequences, advantages, weights, N, m, config, o
             ref_logprobs = pad_sequence([ref[i] for i in batch], batch_first=True)
         loss, clipped, kl = policy_loss(
             logprobs, old_logprobs, ref_logprobs, lengths, A, w, N, m, config)
-        loss.backward()  # gradients are summed in float32
+        loss.backward()
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
     means = metric_sums / max(1, tokens)  # for the record: the loss divides by N G
-    metrics = apply_update(model, optimizer, means, config)
+    metrics = apply_update(model, optimizer, means, config)  # if finite, and not 0
     return metrics | dict(
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
@@ -400,8 +400,8 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     """One step of the paper's algorithm -> what happened, for the record.
 
     task has the model, the training examples (`train`) and the reward; progress counts steps and
-    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`,
-    which grows, also across runs: no draw repeats one that memory came from."""
+    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`. A
+    run with another's memory has its `seen` too, so no draw repeats one that memory came from."""
     clock, model, generator = time.perf_counter(), task.model, torch.default_generator
     progress.step += 1
     transformers.set_seed((1_000_003 * config.seed + progress.seen) % 2**32)
@@ -418,7 +418,7 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     completions = rollout(task, examples, config.group_size, config)  # B lists of G lists of ids
     rewards = reward_completions(task, examples, completions)  # (B, G)
     advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
-    rule.update(prompts, rewards, advantages)  # its prompts are drawn; completions may know it
+    rule.update(prompts, rewards, advantages)  # after their draw; pi of completions may use it
     m = running_length(progress, completions, prompt_weights)
     rollout_seconds = time.perf_counter() - clock
 
