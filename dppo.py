@@ -32,12 +32,12 @@ lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
     NaN  no reward can be given, or no score yet
 
 Our reading, where the paper is silent or contradicts itself:
-  - The number pruned of a low set is fixed, which ones is random (keep_probabilities).
+  - From a low set, a fixed number (rounded) is pruned at random (keep_probabilities).
   - Without KL, completions with A = 0 have no gradient. They are left out first (GRPOSkip).
   - The low set of prompts is that of all prompts with a score (DPPO).
   - The window is as long as the rollout batch has room for (pick_prompts).
   - The loss is divided by N G, all candidate completions, pruned or not (policy_loss).
-  - dapo divides by tokens. Pruned prompts have none, so m takes their place (running_length).
+  - dapo divides by tokens. Those of pruned prompts are unknown, m stands in (running_length).
 """
 
 import argparse
@@ -76,7 +76,7 @@ def setting(default, text, least=0, most=1e15):
 @dataclass
 class Settings:
     """The method's settings. Config, on the lower floor, adds those of model, data and run. Of two
-    defaults, the second is that of the embedded task."""
+    defaults, the second is that of the embedded task; None depends on the method."""
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-optimal, or your own module:Rule")
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo: advantages, Z and clipping")
     prompt_prune_rate: float = setting(None, "r_q; default 0.7, dppo-optimal 0.9", most=0.99)
@@ -107,7 +107,7 @@ def group_advantages(rewards, scale_by_std=True):
     return advantages.masked_fill(equal, 0.0).nan_to_num()
 
 def keep_probabilities(scores, rate):
-    """The paper's rule: (n,) scores -> (n,) float64 keep probabilities pi = 1 - P.
+    """The paper's rule: (n,) scores >= 0 -> (n,) float64 keep probabilities pi = 1 - P.
 
     The low set is what scores below the mean. A draw over all n prunes floor(rate |low|) of it,
     each with the same probability. Everything else has pi = 1, also what has no score (NaN).
@@ -147,7 +147,7 @@ class Rule:
     Write your own as a subclass. The gradient stays unbiased if pi is known before the draw: a
     prompt's from memory, a completion's from memory and the rollout. For prompts pi > 0; for a
     completion pi may be 0 if it has no gradient."""
-    unbiased = True  # False: what is kept weighs the same, and the loss is its mean
+    unbiased = True  # False: all that is kept weighs the same, and the loss is its mean
     remembers = {}  # name: value before the first visit; one number for each prompt
 
     def __init__(self, config, prompt_count):
@@ -196,7 +196,7 @@ class DPPO(GRPOSkip):
 
     def update(self, prompts, rewards, advantages):
         scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing
-        self.memory["score"].numpy()[prompts] = scores  # of a prompt that comes twice, the later
+        self.memory["score"].numpy()[prompts] = scores  # numpy: if one comes twice, the later
 
 def next_prompts(seen, prompt_count, seed):
     """(prompt_count,) the prompts that follow the first `seen`, also in the next epoch, which has
@@ -204,7 +204,7 @@ def next_prompts(seen, prompt_count, seed):
     epoch, start = divmod(seen, prompt_count)
     orders = []
     for e in (epoch, epoch + 1):
-        # The seeds of dppo_step go up from 1_000_003 seed, these go down.
+        # The seeds of dppo_step go up from 1_000_003 * seed, these down.
         generator = torch.Generator().manual_seed(1_000_003 * seed - 1 - e)
         orders.append(torch.randperm(prompt_count, generator=generator))
     return torch.cat(orders)[start : start + prompt_count]
@@ -213,14 +213,14 @@ def pick_prompts(rule, upcoming, limit, generator):
     """Prompt-level pruning: (k,) next prompts -> window (N,), those kept (B,), their weights (B,).
 
     The window is the longest beginning of `upcoming` whose pi sum to at most `limit`. As pi <= 1,
-    it has at least `limit` prompts, or all. The draw keeps sum(pi), rounded: if not all, `limit` or
-    one less. N depends on history and order, never on the draw: to go on until enough survive is
-    biased.
+    it has at least `limit` prompts. The draw keeps sum(pi), rounded: B is `limit` or one less,
+    unless `upcoming` ends. N depends on history and order, never on the draw: to go on until enough
+    survive is biased.
 
     The price: every step counts the same in training, whatever its N. So over an epoch, a prompt in
-    a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, by more at a smaller."""
+    a small window counts more, by 2 to 3% at r_q = 0.7 and a limit of 32, more at smaller ones."""
     pi = checked(rule.prompt_probabilities)[upcoming]  # (k,) raises where pi would bias
-    N = int((pi.cumsum(0) <= limit + 1e-9).sum())  # 1e-9: for the rounding of the sum
+    N = int((pi.cumsum(0) <= limit + 1e-9).sum())
     pi = pi[:N]  # (N,)
     if pi.sum() < 1:  # with few prompts, or a limit of 1: keep one
         pi = pi / pi.sum()
@@ -232,9 +232,9 @@ def weigh_completions(rule, rewards, advantages, prompt_weights, N, generator):
     """Completion-level pruning: (B, G) rewards, (B, G) advantages, (B,) weights of the prompts
     -> (B, G) weights w = w_q w_qi, prompt times completion, 0 where pruned.
 
-    E[w_q w_qi l] = E[w_q l E[w_qi | rollout]] = E[w_q l] = E[l] where the loss l has a gradient. So
-    pi of a completion may depend on which prompts survived, and on all else in the rollout."""
-    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) 0: no gradient
+    E[w_q w_qi l] = E[w_q l E[w_qi | rollout]] = E[w_q l] = E[l], as pi = 0 only where l = 0. So pi
+    of a completion may depend on which prompts survived, and on all else in the rollout."""
+    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) raises too
     missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
     pi = pi.masked_fill(missing, 0.0)  # a group with a NaN has no loss, neither here nor in L
     w_q = prompt_weights[:, None]  # (B, 1)
@@ -250,7 +250,7 @@ def pack(lengths, capacity, lookahead=64):
     """Window-based greedy packing: lengths in tokens, 1 to `capacity` -> slots, lists of indices
     whose lengths sum to at most `capacity`. Of the next `lookahead` sequences, the longest that
     fits goes into the open slot. When none fits, the next slot is opened."""
-    # By length; of equal lengths, the first in order comes last.
+    # By length; of equal ones, the first in order last. So the last that fits is the next.
     waiting = sorted((length, -i) for i, length in enumerate(lengths[:lookahead]))
     slots, room, following = [], 0, lookahead
     while waiting:
@@ -301,7 +301,7 @@ def completion_logprobs(model, sequences, slots, temperature):
             predicts += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
             lengths.append(len(completion))
         rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
-    table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); pads are at position 0
+    table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); each pad its own sequence
     table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # to a multiple of 8
     logprobs, entropies = token_logprobs(model, table, sum(lengths), temperature)
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
@@ -323,7 +323,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         L_hat = 1/(N G) sum_i w_i l_i
         l_i = 1/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - down, 1 + up) A_i) + beta KL_t]
 
-    With w = 1 this is the full loss L. As E[w l] = E[l] (weigh_completions), E[L_hat] = L, also
+    With w = 1 this is the full loss L. As E[w l] = E[l] (weigh_completions), E[L_hat] = E[L], also
     with clipping and KL, which the paper's proof leaves out. The paper averages over what is kept,
     and rescales by C/(1 - P), C = kept/total. It is the same (Horvitz-Thompson) estimator:
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G).
@@ -333,7 +333,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
     mask = torch.arange(logprobs.shape[1], device=logprobs.device) < lengths[:, None]  # (M, T)
     log_ratio = logprobs - old_logprobs  # (M, T)
     if config.objective == "gspo":
-        # One ratio a sequence, exp of the mean log-ratio. It stands |o| times; 1/Z makes it one.
+        # One ratio a sequence: exp of the mean log-ratio.
         mean_log_ratio = (log_ratio * mask).sum(dim=1) / lengths  # (M,)
         log_ratio = mean_log_ratio[:, None].expand_as(log_ratio)
     rho = log_ratio.exp()
@@ -347,7 +347,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         log_ref_ratio = ref_logprobs - logprobs
         kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # x - 1 - log x, x = p_ref/p: known as k3
 
-    Z = lengths  # grpo, gspo: |o|, never 0
+    Z = lengths  # grpo; gspo, whose ratio stands |o| times
     if config.objective == "dr_grpo":
         Z = config.max_completion_tokens
     if config.objective == "dapo":
@@ -381,15 +381,15 @@ def train_step(model, optimizer, sequences, advantages, weights, N, m, config, o
         loss.backward()
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
-    means = metric_sums / max(1, tokens)  # for the record: the loss divides by N G
-    metrics = apply_update(model, optimizer, means, config)  # if finite, and not 0
+    means = metric_sums / max(1, tokens)  # for the record
+    metrics = apply_update(model, optimizer, means, config)  # unless 0 or not finite
     return metrics | dict(
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
 # ---- 5. The step: the paper's algorithm
 def running_length(progress, completions, prompt_weights):
-    """m, a running mean of the completions' length over the steps before, known before the draws.
-    The first step takes its own: without history, our rules prune no prompt."""
+    """m, a running mean of the completions' length over the steps before; then takes in this one.
+    The first step, where our rules prune no prompt, has its own."""
     lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
     own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
     m = progress.mean_length or own
@@ -400,8 +400,8 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     """One step of the paper's algorithm -> what happened, for the record.
 
     task has the model, the training examples (`train`) and the reward; progress counts steps and
-    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`. A
-    run with another's memory has its `seen` too, so no draw repeats one that memory came from."""
+    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`,
+    which goes on where a run takes over another's memory: draws must be new."""
     clock, model, generator = time.perf_counter(), task.model, torch.default_generator
     progress.step += 1
     transformers.set_seed((1_000_003 * config.seed + progress.seen) % 2**32)
@@ -418,7 +418,7 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     completions = rollout(task, examples, config.group_size, config)  # B lists of G lists of ids
     rewards = reward_completions(task, examples, completions)  # (B, G)
     advantages = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
-    rule.update(prompts, rewards, advantages)  # after their draw; pi of completions may use it
+    rule.update(prompts, rewards, advantages)  # after the prompts' draw, before the completions'
     m = running_length(progress, completions, prompt_weights)
     rollout_seconds = time.perf_counter() - clock
 
