@@ -696,8 +696,9 @@ def load_task(config):
             config.model, dtype=DTYPE, attn_implementation="sdpa", trust_remote_code=False)
     else:
         model = warm_started(tokenizer).to(DTYPE)
-    if longest > getattr(model.config.get_text_config(), "max_position_embeddings", math.inf):
-        raise ValueError(f"prompt and completion may take {longest} tokens: over the model's max_position_embeddings")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > positions:
+        raise ValueError(f"prompt and completion may take {longest} tokens, but the model has {positions} positions")
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     task.model = model.to(DEVICE).eval()
@@ -720,7 +721,8 @@ def reward_completions(task, examples, completions):
 
 def load_examples(spec, split, config, tokenizer):
     """Examples of path, path:split or path:config:split, shuffled. Prompts too long are left out and counted."""
-    path, *name, split = re.split(r":(?![^\[]*\])", spec if ":" in spec else f"{spec}:{split}")  # not within a slice
+    path, *name = re.split(r":(?![^\[]*\])", spec)  # not within a slice
+    *name, split = name or [split]
     if os.path.isfile(path) and os.path.getsize(path) == 0:
         raise ValueError(f"{path} is empty")
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(path).suffix)
@@ -896,8 +898,9 @@ def save_checkpoint(run):
 @torch.no_grad()
 def load_checkpoint(run, saved):
     """Takes a run up where its checkpoint was written."""
-    if any(file.tell() < size for file, size in zip(run.files, saved["sizes"])):
-        raise ValueError(f"{run.out}: its records are shorter than they were at the checkpoint")
+    for file, size in zip(run.files, saved["sizes"]):
+        if file.tell() < size:
+            raise ValueError(f"{file.name} is shorter than it was at the checkpoint")
     run.optimizer.load_state_dict(saved["optimizer"])
     for weights in (run.optimizer.param_groups[0]["params"], [*run.task.model.parameters()]):
         torch._foreach_copy_(weights, saved["weights"])

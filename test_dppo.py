@@ -893,7 +893,7 @@ GOOD = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
     (GOOD, "--chat_template_kwargs {", "JSONDecodeError"), (GOOD, "--eval_dataset data.jsonl:x:y:z", "data.jsonl"),
     (GOOD, "--eval_dataset {folder}/letters.jsonl", "grades none of 3 answers (--answer_column): {folder}/l"),
     (GOOD, "--dataset nowhere.jsonl", "nowhere.jsonl"), (GOOD, "--model {folder}", "dppo.py: error: "),
-    (GOOD, "--max_completion_tokens 253", "may take 257 tokens: over"), ([{"question": 12, "answer": "1"}], "", "text"),
+    (GOOD, "--max_completion_tokens 253", "may take 257 tokens, but"), ([{"question": 12, "answer": "1"}], "", "text"),
     ([{"question": "1=", "answer": ["1"]}], "", "gsm8k grades none")])
 def test_bad_data_is_told_in_one_line(rows, args, message, folder, monkeypatch, capsys, tmp_path):
     data = tmp_path / ("data.parquet" if rows == "cut parquet" else "data.jsonl")
@@ -1204,7 +1204,7 @@ def test_a_run_whose_records_are_missing_or_cut_is_not_resumed_and_loses_nothing
     path, before = tmp_path / f"{name}.jsonl", {f: f.read_bytes() for f in tmp_path.iterdir() if f.is_file()}
     for damaged in (before[path][:-1], b""):
         path.write_bytes(damaged) if damaged else path.unlink()
-        pytest.raises(ValueError, run, tmp_path, resume=True).match(rf"^{tmp_path}: its records are shorter")
+        pytest.raises(ValueError, run, tmp_path, resume=True).match(rf"^{path} is shorter than it was")
         assert all(f.read_bytes() == (damaged if f == path else was) for f, was in before.items())
 
 def test_of_two_first_runs_at_once_the_later_leaves_a_whole_model_and_the_next_takes_it(tmp_path, monkeypatch):
