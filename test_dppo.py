@@ -741,7 +741,6 @@ def test_gsm8k_reward_compares_numbers_and_says_none_without_an_answer():
     assert reward([[]], [[{"role": "assistant", "content": "#### 4"}]], [4]) == [1.0]
 
 def written_by_the_notebook(name, **known) -> dict:
-    """What a file defines that a cell of the notebook writes."""
     cells = json.loads((SCRIPT.parent / "notebook.ipynb").read_text())["cells"]
     [code] = ["".join(cell["source"][1:]) for cell in cells if cell["source"][:1] == [f"%%writefile {name}\n"]]
     exec(code, module := known | {"__name__": "example"})
@@ -963,13 +962,12 @@ def test_without_evaluation_sets_at_most_a_fifth_of_the_data_is_held_out(eval_pr
     assert parts[0] != sorted(parts[0])  # shuffled
 
 def test_rewards_get_trl_s_arguments_and_none_is_not_gradable():
-    task, calls = tiny_task(), []
+    task, calls, ids = tiny_task(), [], [[[3, 4, 1], [5]], [[6, 1], [7, 7]]]
     task.reward = lambda **arguments: calls.append(arguments) or [None, 1, 0.5, True]
     examples = [dict(prompt=f"{a}=", prompt_ids=[a], answer=str(a), solution=str(a), level=a) for a in (1, 2)]
     for template in (None, "chat"):
         task.tokenizer.chat_template, given = template, ["01", "2", "3", "44"]
-        rewards = dppo.reward_completions(task, examples, [[[3, 4, 1], [5]], [[6, 1], [7, 7]]]).nan_to_num(-1)
-        assert rewards.tolist() == [[-1.0, 1.0], [0.5, 1.0]]
+        assert dppo.reward_completions(task, examples, ids).nan_to_num(-1).tolist() == [[-1, 1], [0.5, 1]]
         assert calls.pop() == dict(prompts=["1=", "1=", "2=", "2="], answer=["1", "1", "2", "2"], completions=[
             [{"role": "assistant", "content": text}] if template else text for text in given], level=[1, 1, 2, 2],
             solution=["1", "1", "2", "2"])
@@ -1430,9 +1428,10 @@ def test_every_careless_change_still_applies():
     assert [m[0] for m in MUTANTS if SCRIPT.read_text().count(m[1]) != 1 or m[1] == m[2]] == []
 def caught(mutant: tuple[str, ...]) -> str | None:
     """The first test that fails on this change, None if none does."""
-    name, has, would_have, *first = mutant
+    _, has, would_have, *first = mutant
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(__file__, folder)
+        for path in (__file__, SCRIPT.with_name("notebook.ipynb")):
+            shutil.copy(path, folder)
         Path(folder, "dppo.py").write_text(SCRIPT.read_text().replace(has, would_have))
         for tests in (*first, "not slow and not still_applies and not trl_example"):
             command = [sys.executable, *"-m pytest -x -q --basetemp temporary -p no:cacheprovider -k".split(), tests]
