@@ -467,10 +467,10 @@ def optimal_probabilities(scores, rate, floor=0.0):
     variance. At a given sum(pi) this is least at pi proportional to the norm |g| (Neyman allocation), nearly to |A|."""
     keep = keep_probabilities(scores[(scores != 0) | (floor > 0)], rate).sum().round()
     scores = scores.double().nan_to_num(math.inf)
-    low, high = 1e-150, 1e150
+    pi, low, high = torch.empty_like(scores), 1e-150, 1e150
     for _ in range(50):  # bisection: sum(pi) grows with c
         c = math.sqrt(low * high)
-        low, high = (c, high) if (c * scores).clamp(floor, 1).sum() < keep else (low, c)
+        low, high = (c, high) if c * torch.clamp(scores, floor / c, 1 / c, out=pi).sum() < keep else (low, c)
     return (high * scores).clamp(floor, 1)
 
 class OptimalDPPO(Rule):
