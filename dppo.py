@@ -302,7 +302,7 @@ def completion_logprobs(model, sequences, slots, temperature):
             lengths.append(len(completion))
         rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
     table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); each pad its own sequence
-    table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # to a multiple of 8
+    table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # length: a multiple of 8
     logprobs, entropies = token_logprobs(model, table, sum(lengths), temperature)
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
 
@@ -381,8 +381,8 @@ def train_step(model, optimizer, sequences, advantages, weights, N, m, config, o
         loss.backward()
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
-    means = metric_sums / max(1, tokens)  # for the record
-    metrics = apply_update(model, optimizer, means, config)  # unless 0 or not finite
+    means = metric_sums / max(1, tokens)
+    metrics = apply_update(model, optimizer, means, config)  # not if the gradient is 0 or NaN
     return metrics | dict(
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
