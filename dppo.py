@@ -302,7 +302,7 @@ def completion_logprobs(model, sequences, slots, temperature):
             lengths.append(len(completion))
         rows.append(torch.tensor([tokens, positions, predicts]).T)  # (tokens of the slot, 3)
     table = pad_sequence(rows, batch_first=True)  # (slots, length, 3); each pad its own sequence
-    table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # length: a multiple of 8
+    table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[1] % 8))  # to a multiple of 8
     logprobs, entropies = token_logprobs(model, table, sum(lengths), temperature)
     return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
 
