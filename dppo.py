@@ -32,7 +32,7 @@ lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
     NaN  no reward can be given, or no score yet
 
 Our reading, where the paper is silent or contradicts itself:
-  - From a low set, a fixed number (rounded) is pruned at random (keep_probabilities).
+  - From a low set, a fixed share is pruned at random (keep_probabilities).
   - Without KL, completions with A = 0 have no gradient. They are left out first (GRPOSkip).
   - The low set of prompts is that of all prompts with a score (DPPO).
   - The window is as long as the rollout batch has room for (pick_prompts).
@@ -196,11 +196,11 @@ class DPPO(GRPOSkip):
 
     def update(self, prompts, rewards, advantages):
         scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing
-        self.memory["score"].numpy()[prompts] = scores  # numpy: if one comes twice, the later
+        self.memory["score"].numpy()[prompts] = scores  # numpy: of two visits, the later
 
 def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts that follow the first `seen`, also in the next epoch, which has
-    an order of its own."""
+    """(prompt_count,) the prompts that come after `seen` of them, running on into the next epoch,
+    which has an order of its own. So a window may hold a prompt twice."""
     epoch, start = divmod(seen, prompt_count)
     orders = []
     for e in (epoch, epoch + 1):
@@ -234,7 +234,7 @@ def weigh_completions(rule, rewards, advantages, prompt_weights, N, generator):
 
     E[w_q w_qi l] = E[w_q l E[w_qi | rollout]] = E[w_q l] = E[l], as pi = 0 only where l = 0. So pi
     of a completion may depend on which prompts survived, and on all else in the rollout."""
-    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) raises too
+    pi = checked(rule.completion_probabilities, advantages, prompt_weights)  # (B, G) 0: no gradient
     missing = rewards.isnan().any(dim=1, keepdim=True)  # (B, 1)
     pi = pi.masked_fill(missing, 0.0)  # a group with a NaN has no loss, neither here nor in L
     w_q = prompt_weights[:, None]  # (B, 1)
@@ -323,13 +323,14 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         L_hat = 1/(N G) sum_i w_i l_i
         l_i = 1/Z_i sum_t [-min(rho_t A_i, clip(rho_t, 1 - down, 1 + up) A_i) + beta KL_t]
 
-    With w = 1 this is the full loss L. As E[w l] = E[l] (weigh_completions), E[L_hat] = E[L], also
-    with clipping and KL, which the paper's proof leaves out. The paper averages over what is kept,
-    and rescales by C/(1 - P), C = kept/total. It is the same (Horvitz-Thompson) estimator:
+    With w = 1 this is the full loss L. As E[w l] = E[l] (weigh_completions), E[L_hat] = E[L] at a
+    given theta, also with clipping and KL, which the paper's proof leaves out. The paper averages
+    over what is kept, and rescales by C/(1 - P), C = kept/total. That is the same estimator
+    (Horvitz-Thompson's):
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G).
 
     logprobs, old_logprobs, ref_logprobs (None without beta): (M, T); lengths, advantages, weights:
-    (M,); N, m: numbers."""
+    (M,)."""
     mask = torch.arange(logprobs.shape[1], device=logprobs.device) < lengths[:, None]  # (M, T)
     log_ratio = logprobs - old_logprobs  # (M, T)
     if config.objective == "gspo":
@@ -347,7 +348,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, lengths, advantages, weigh
         log_ref_ratio = ref_logprobs - logprobs
         kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # x - 1 - log x, x = p_ref/p: known as k3
 
-    Z = lengths  # grpo; gspo, whose ratio stands |o| times
+    Z = lengths  # grpo; gspo: |o| equal terms, so Z is 1 in effect
     if config.objective == "dr_grpo":
         Z = config.max_completion_tokens
     if config.objective == "dapo":
@@ -382,14 +383,14 @@ def train_step(model, optimizer, sequences, advantages, weights, N, m, config, o
         metric_sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
     tokens = sum(len(sequences[i][1]) for i in kept)
     means = metric_sums / max(1, tokens)
-    metrics = apply_update(model, optimizer, means, config)  # not if the gradient is 0 or NaN
+    metrics = apply_update(model, optimizer, means, config)  # skips a gradient of 0 or NaN
     return metrics | dict(
         completions_trained=len(kept), tokens_trained=tokens, slot_density=density)
 
 # ---- 5. The step: the paper's algorithm
 def running_length(progress, completions, prompt_weights):
     """m, a running mean of the completions' length over the steps before; then takes in this one.
-    The first step, where our rules prune no prompt, has its own."""
+    The first of all steps, where our rules prune no prompt, has its own."""
     lengths = torch.tensor([sum(map(len, group)) / len(group) for group in completions])  # (B,)
     own = ((prompt_weights * lengths).sum() / prompt_weights.sum()).item()
     m = progress.mean_length or own
@@ -400,8 +401,8 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     """One step of the paper's algorithm -> what happened, for the record.
 
     task has the model, the training examples (`train`) and the reward; progress counts steps and
-    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`,
-    which goes on where a run takes over another's memory: draws must be new."""
+    candidate prompts seen, and has the mean length. What is random follows from seed and `seen`. A
+    run that takes over memory takes over `seen` too, so that its draws are new."""
     clock, model, generator = time.perf_counter(), task.model, torch.default_generator
     progress.step += 1
     transformers.set_seed((1_000_003 * config.seed + progress.seen) % 2**32)
@@ -413,7 +414,7 @@ def dppo_step(task, rule, optimizer, reference, progress, config):
     N = len(window)
     progress.seen += N
 
-    # 2. Roll out those that are kept. Reward the completions; advantages are of whole groups.
+    # 2. Roll out those that are kept, and reward the completions.
     examples = [task.train[q] for q in prompts.tolist()]
     completions = rollout(task, examples, config.group_size, config)  # B lists of G lists of ids
     rewards = reward_completions(task, examples, completions)  # (B, G)
