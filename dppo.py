@@ -13,7 +13,7 @@ densely into slots.
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
 The upper floor is the paper. It ends with dppo_step, the algorithm, and you may stop there. The
-lower floor is what it stands on: our rule, the model, rewards, tasks, runs.
+lower floor is what it stands on.
 
     N    candidate prompts of a step: its window
     B    those of them that are rolled out
@@ -711,10 +711,10 @@ def reward_completions(task, examples, completions):
     """(B, G) float64 rewards of G completions (token ids) of B examples; NaN: not gradable."""
     columns = {name: [e[name] for e in examples for _ in completions[0]] for name in examples[0]}
     del columns["prompt_ids"]
+    prompts = columns["prompts"] = columns.pop("prompt")
     texts = task.tokenizer.batch_decode(sum(completions, []), skip_special_tokens=True)
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    columns["completions"] = chats if task.tokenizer.chat_template else texts
-    columns["prompts"] = columns.pop("prompt")
+    columns["completions"] = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]  # a chat
+                              for prompt, text in zip(prompts, texts)]
     rewards = torch.tensor([math.nan if value is None else value for value in task.reward(**columns)], dtype=float)
     if rewards.shape != (len(texts),) or rewards.isinf().any():
         raise ValueError(f"the reward function must return {len(texts)} finite numbers or None, one a completion")

@@ -962,15 +962,15 @@ def test_without_evaluation_sets_at_most_a_fifth_of_the_data_is_held_out(eval_pr
     assert parts[0] != sorted(parts[0])  # shuffled
 
 def test_rewards_get_trl_s_arguments_and_none_is_not_gradable():
-    task, calls, ids = tiny_task(), [], [[[3, 4, 1], [5]], [[6, 1], [7, 7]]]
+    task, calls = tiny_task(), []
     task.reward = lambda **arguments: calls.append(arguments) or [None, 1, 0.5, True]
-    examples = [dict(prompt=f"{a}=", prompt_ids=[a], answer=str(a), solution=str(a), level=a) for a in (1, 2)]
-    for template in (None, "chat"):
-        task.tokenizer.chat_template, given = template, ["01", "2", "3", "44"]
-        assert dppo.reward_completions(task, examples, ids).nan_to_num(-1).tolist() == [[-1, 1], [0.5, 1]]
-        assert calls.pop() == dict(prompts=["1=", "1=", "2=", "2="], answer=["1", "1", "2", "2"], completions=[
-            [{"role": "assistant", "content": text}] if template else text for text in given], level=[1, 1, 2, 2],
-            solution=["1", "1", "2", "2"])
+    examples = [dict(prompt="12=", prompt_ids=[1], answer="12", solution="12", level=1),
+                dict(prompt=[{"role": "user", "content": "3"}], prompt_ids=[2], answer="3", solution="3", level=2)]
+    rewards = dppo.reward_completions(task, examples, [[[3, 4, 1], [5]], [[6, 1], [7, 7]]])
+    assert rewards.nan_to_num(-1).tolist() == [[-1.0, 1.0], [0.5, 1.0]]
+    assistant = [[{"role": "assistant", "content": "3"}], [{"role": "assistant", "content": "44"}]]
+    assert calls[0] == dict(prompts=["12=", "12=", *[examples[1]["prompt"]] * 2], completions=["01", "2", *assistant],
+                            answer=["12", "12", "3", "3"], solution=["12", "12", "3", "3"], level=[1, 1, 2, 2])
 
 def test_a_rule_a_reward_a_model_and_data_of_one_s_own_are_named_on_the_command_line(folder, tmp_path):
     data = folder / "data.jsonl"
