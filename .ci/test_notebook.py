@@ -1,0 +1,295 @@
+"""Tests of the two modules that cells of the notebook write, boxed.py and dppo_trl.py, and of the
+rules in README.
+
+python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is installed
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import datasets
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dppo
+from test_dppo import (
+    ADVANTAGES,
+    HOSTILE,
+    REWARDS,
+    G,
+    every_result,
+    random_sequences,
+    rule_with_history,
+    save_model,
+    tiny_model,
+    tiny_tokenizer,
+)
+
+NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
+
+
+def written_by_the_notebook(name, **known):
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        first, *code = cell["source"]
+        if first == f"%%writefile {name}\n":
+            module = known | {"__name__": "example"}
+            exec("".join(code), module)
+            return module
+    raise ValueError(f"no cell of the notebook writes {name}")
+
+
+# ==== README's rules ====
+@pytest.mark.parametrize("name", ["Tenth", "SolvedByHalf"])
+def test_the_rules_in_readme_prune_without_bias(name):
+    blocks = re.findall(
+        "```python\n(.*?)```", NOTEBOOK.with_name("README.md").read_text(), re.DOTALL
+    )
+    [code] = [block for block in blocks if f"class {name}" in block]
+    known = {}
+    exec(code, known)
+    rewards, advantages = REWARDS[[0, 3]], ADVANTAGES[[0, 3]]  # the second is solved
+    rule = known[name](dppo.Config(group_size=G), 2)
+    rule.update(torch.arange(2), rewards, advantages)
+    expectation = torch.zeros_like(rewards)
+    outcomes = 0
+    picks = every_result(partial(dppo.pick_prompts, rule, torch.arange(2), 2, None))
+    for p, (size, kept, prompt_weights) in picks:
+        inputs = (rule, rewards[kept], advantages[kept], prompt_weights, size, None)
+        for q, weights in every_result(partial(dppo.weigh_completions, *inputs)):
+            expectation[kept] += p * q * weights
+            outcomes += 1
+    assert outcomes > 1
+    needed = (advantages != 0).double()
+    assert torch.allclose(expectation * needed, needed, atol=1e-10)
+
+
+# ==== boxed.py ====
+boxed_reward = written_by_the_notebook("boxed.py")["reward"]
+
+
+@pytest.mark.parametrize(
+    "given, gold, reward",
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1),
+        (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
+        (r"\boxed{1} then \boxed{2}", "2", 1),
+        (r"\boxed{1} then \boxed{2}", "1", 0),
+        (r"\boxed{2}, not 3", "2", 1),
+        (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
+        (r"\boxed{x^{2}}", "x^2", 1),
+        (r"\boxed{1,000}", "1000", 1),
+        (r"\boxed{\$10.}", "10.0", 1),
+        (r"\boxed{30^\circ}", "30", 1),
+        (r"\boxed{50\%}", "50", 1),
+        (r"\boxed{3", "3", 0),
+        ("3", "3", 0),
+        (r"\boxed{3}", r"thus \boxed{3}", 1),
+        (r"\boxed {\{1,2\}}", r"\{1,2\}", 1),
+        (r"\boxed{}", "", None),
+        (r"\boxed{a_{n_{k}}}", "a_{n_{k}}", 1),
+        (r"\boxed{5x}", "5", 0),
+        (r"\leftarrow\boxed{2}", "2", 1),
+        (r"\boxed{70{,}000}", "70000", 1),
+        (r"\boxed{10,\!080}", "10080", 1),
+        (r"\boxed{3}", None, None),
+        (r"\boxed{0}", "0.0", 1),
+        (r"\boxed{}", "0", 0),
+    ],
+)
+def test_boxed_rewards(given, gold, reward):
+    assert boxed_reward(prompts=["?"], completions=[given], answer=[gold]) == [reward]
+
+
+MATH_ANSWERS = [r"\frac{270}7\text{ degrees}", r"\$32,\!348", r"864 \mbox{ inches}^2", r"\frac43"]
+MATH_ANSWERS += [r"\frac 59", r"11\sqrt2", ".0000672", r"137 \frac{1}{2}", r"1 \pm \sqrt{19}"]
+MATH_ANSWERS += [
+    r"\left(\frac{3}{5},\frac{8}{3}\right]",
+    r"x \in [-2,7]",
+    "5x - 7y + 4 = 0",
+    "(3,4]",
+]
+MATH_ANSWERS += [
+    "52_8",
+    "4210_{5}",
+    "52",
+    "4210",
+    r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}",
+]
+MATH_ANSWERS += [
+    r"\text{(B)}",
+    "11",
+    r"\frac34",
+    "-0.5",
+    r"(-\infty, 2) \cup (3, \infty)",
+    "2^{10}",
+]
+ZEROS = ["0", "0.0", "-0", "$0$", "0.", ".00", r"0\%", r"0^\circ", r"\$0", r"\text{0}"]
+
+
+@pytest.mark.parametrize("answer", MATH_ANSWERS + ZEROS)
+def test_an_answer_as_math_spells_it_is_right_against_itself_and_no_other(answer):
+    golds = MATH_ANSWERS + ZEROS  # all zeros are one
+    texts = [rf"First \boxed{{7}}, no: it is $\boxed{{{answer}}}$, since 3 < 4."] * len(golds)
+    rewards = boxed_reward(prompts=texts, completions=texts, answer=golds)
+    assert rewards == [float(gold == answer or {gold, answer} <= {*ZEROS}) for gold in golds]
+
+
+NESTED = [
+    r"\boxed{" * 10_000,
+    r"\boxed{" + "{" * 9_000 + "}" * 9_001,
+    r"\boxed{" + "5 " * 30_000 + "}",
+]
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(st.text() | st.sampled_from(HOSTILE + NESTED), min_size=2, max_size=2))
+def test_hostile_text_gets_a_grade_or_none_and_never_raises(texts):
+    assert set(boxed_reward(["?"] * 2, texts, answer=texts[::-1])) <= {0.0, 1.0, None}
+
+
+# ==== dppo_trl.py ====
+N = 4  # prompts, the fourth with equal rewards; all of them are the window
+SEQUENCES = random_sequences() + [([2, 3], [4])] * G
+
+
+def trl_example():
+    return written_by_the_notebook("dppo_trl.py", trl=pytest.importorskip("trl"))
+
+
+def trl_settings(trl, folder, prompts=N, loss_type="grpo", **arguments):
+    """Of a trainer whose rollouts are SEQUENCES with REWARDS, for prompt q those of q % N."""
+
+    def rollout(prompts, trainer):
+        indices = [int(prompt[:-1]) % N * G + i % G for i, prompt in enumerate(prompts)]
+        return {
+            "prompt_ids": [SEQUENCES[i][0] for i in indices],
+            "completion_ids": [SEQUENCES[i][1] for i in indices],
+            "logprobs": None,
+            "score": REWARDS.flatten()[indices].tolist(),
+        }
+
+    settings = {"num_generations": G, "per_device_train_batch_size": 4, "steps_per_generation": 3}
+    settings |= {"gradient_accumulation_steps": 3, "max_grad_norm": 1e9, "learning_rate": 0.0}
+    settings |= {"max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": []}
+    settings |= {"save_strategy": "no", "gradient_checkpointing": False, "loss_type": loss_type}
+    settings |= {"scale_rewards": "none" if loss_type == "dr_grpo" else "group"}
+    args = trl.GRPOConfig(output_dir=str(folder), **settings | arguments)
+    rows = [{"prompt": f"{q}="} for q in range(prompts)]
+    return {
+        "model": tiny_model(torch.float32),
+        "processing_class": tiny_tokenizer(),
+        "rollout_func": rollout,
+        "train_dataset": datasets.Dataset.from_list(rows),
+        "reward_funcs": lambda score, **_: score,
+        "args": args,
+    }
+
+
+def gradient_of(trainer, prompts):
+    """The gradient of a step of a trainer, and how many completions it trained."""
+    trainer.model.train().zero_grad()
+    trainer.current_gradient_accumulation_steps = 3
+    rows = [trainer.train_dataset[q] for q in prompts]
+    for trainer._step in range(3):
+        inputs = trainer._prepare_inputs(rows)
+        trainer.compute_loss(trainer.model, inputs).backward()
+    trained = sum(len(part["advantages"]) for part in trainer._buffered_inputs)
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double(), trained
+
+
+@pytest.mark.parametrize("method", ["dppo", "dppo-proportional"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, method, tmp_path):
+    example = trl_example()
+    settings = trl_settings(example["trl"], tmp_path, loss_type=loss_type)
+    pruning = {"method": method, "prompt_prune_rate": 0.6, "completion_prune_rate": 0.6}
+    trainer = example["DPPOTrainer"](**settings, pruning=pruning)
+    everything = [q for q in range(N) for _ in range(G)]
+    full, _ = gradient_of(example["trl"].GRPOTrainer(**settings), everything)
+
+    def pick():
+        trainer.windows.order = torch.arange(N)
+        trainer.windows.rule.memory = rule_with_history(method).memory
+        prompts = list(itertools.islice(trainer.windows, N * G))
+        return prompts, trainer.windows.queue[0]
+
+    def step(prompts, entry):
+        trainer.windows.queue = [entry]
+        trainer.mean_length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
+        return gradient_of(trainer, prompts)
+
+    expectation = torch.zeros_like(full)
+    for p, (prompts, entry) in every_result(pick):
+        size, kept, _ = entry
+        assert len(prompts) == N * G and size == N > len(kept)
+        for p_completions, (gradient, trained) in every_result(partial(step, prompts, entry)):
+            assert trained < N * G
+            expectation += p * p_completions * gradient
+    assert (expectation - full).norm() < 1e-5 * full.norm()
+
+
+@pytest.mark.parametrize("setting", [{"loss_type": "bnpo"}, {"beta": 0.1}, {"num_iterations": 2}])
+def test_the_trl_example_refuses_what_would_be_biased(setting, tmp_path):
+    example = trl_example()
+    model = save_model(tiny_model(torch.float32), tmp_path)  # a folder: TRL loads a reference
+    settings = trl_settings(example["trl"], tmp_path, **setting) | {"model": str(model)}
+    with pytest.raises(ValueError, match="needs loss_type grpo, dr_grpo or dapo, beta 0"):
+        example["DPPOTrainer"](**settings)
+
+
+def trl_run(folder, processes):
+    """Trains with the example, in one of so many processes; saves the draws and the gradients."""
+    example, log, gradients = trl_example(), [], []
+
+    def noting(function, *arguments):
+        result = function(*arguments)
+        log.append(result if isinstance(result, tuple) else (result,))
+        return result
+
+    for name in ("pick_prompts", "weigh_completions"):
+        example[name] = partial(noting, example[name])
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    size = 4 // processes
+    settings = trl_settings(
+        example["trl"], folder, prompts=16, per_device_train_batch_size=size, max_steps=10
+    )
+    trainer = example["DPPOTrainer"](**settings, callbacks=[Gradients()])
+    trainer.train()
+    path = Path(folder, f"{processes}-{trainer.accelerator.process_index}")
+    torch.save((log, gradients), path)
+
+
+def test_the_trl_example_in_two_processes_draws_the_same_and_has_the_gradient_of_one(tmp_path):
+    pytest.importorskip("trl")
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for launcher, processes in (([], 1), (two, 2)):
+        command = [sys.executable, *launcher, __file__, tmp_path, str(processes)]
+        subprocess.run(command, check=True, capture_output=True)
+    log, gradients = torch.load(tmp_path / "1-0", weights_only=False)
+    assert len(gradients) == 10
+    assert max(result[0] for result in log if len(result) == 3) > N
+    for name in ("2-0", "2-1"):
+        same_log, of_part = torch.load(tmp_path / name, weights_only=False)
+        for one, other in zip(itertools.chain(*log), itertools.chain(*same_log), strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        for a, b in zip(gradients, of_part, strict=True):  # the mean over the processes, as in TRL
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+if __name__ == "__main__":
+    trl_run(sys.argv[1], int(sys.argv[2]))
