@@ -535,6 +535,18 @@ CHANGES = [
         "q = 0",
         "samples_hold",
     ),
+    (
+        "gspo's ratio without a gradient",
+        "mean_log_ratio[:, None].expand_as",
+        "mean_log_ratio.detach()[:, None].expand_as",
+        "formula",
+    ),
+    (
+        "the prompts' weights not handed on",
+        "append(weigh_completions(rule, rewards, advantages, prompt_weights, N",
+        "append(weigh_completions(rule, rewards, advantages, prompt_weights * 0 + 1, N",
+        "these_weights",
+    ),
 ]
 
 
