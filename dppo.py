@@ -974,6 +974,7 @@ def user_data(config):
         train = [example for example in train if tuple(example["prompt_ids"]) not in held_out]
         if not train:
             raise ValueError(f"{config.dataset}: with {size} rows held out, no prompt is left")
+        print(f"{size} of them are held out, and {len(train)} trained on")
     trained = {tuple(example["prompt_ids"]) for example in train}
     for name, examples in evals.items():
         count = sum(tuple(example["prompt_ids"]) in trained for example in examples)
@@ -991,7 +992,8 @@ def load_examples(spec, split, config, tokenizer):
     parameters = inspect.signature(named("reward", config.reward, REWARDS)).parameters
     # Rewards that were written for TRL expect the answer under either name.
     names = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    required = bool(names & {"answer", "solution"})
+    is_default = config.answer_column == Config.answer_column
+    required = not is_default or bool(names & {"answer", "solution"})
     answers = find_column("answer", columns, config.answer_column, spec, required)
     examples = []
     for i, row in enumerate(rows):
@@ -1006,7 +1008,7 @@ def load_examples(spec, split, config, tokenizer):
     limit = f"--max_prompt_tokens {config.max_prompt_tokens}"
     if not examples:
         raise ValueError(f"{spec}: {used} are within {limit}")
-    print(f"{spec}: {used}; the others are empty or over {limit}")
+    print(f"{spec}: {used} are neither empty nor over {limit}")
     random.Random(0).shuffle(examples)  # not by --seed, so that every run has the same data
     return examples
 

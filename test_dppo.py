@@ -1411,10 +1411,13 @@ def test_a_reward_of_one_s_own_gets_the_columns_as_they_are_and_no_answer_if_the
     row = {"prompt": "1=", "answer": "one", "solution": "", "level": "007"}
     datasets.Dataset.from_list([row]).to_csv(data)
     settings = {"model": "x", "dataset": data, "reward": "test_dppo:short"}
-    for column, answer in (("level", {}), ("label", {}), ("solution,answer", {})):
+    for column in ("level", "solution,answer"):
         config = Config(**settings, answer_column=column)
         [example] = dppo.load_examples(data, "train", config, tiny_tokenizer())
-        assert example == row | {"prompt_ids": tiny_tokenizer().encode("1=")} | answer
+        assert example == row | {"prompt_ids": tiny_tokenizer().encode("1=")}
+    with pytest.raises(ValueError, match="a.csv has no answer column .looked for label; has"):
+        config = Config(**settings, answer_column="label")
+        dppo.load_examples(data, "train", config, tiny_tokenizer())
     rows = write_rows(tmp_path / "b.jsonl", [{"prompt": "1=", "label": 3}])
     [example] = dppo.load_examples(rows, "train", Config(**settings), tiny_tokenizer())
     assert example.keys() == {"prompt", "prompt_ids", "label"}
@@ -1498,7 +1501,7 @@ def test_what_is_held_out_is_not_trained_on_and_other_overlap_is_told(folder, tm
     assert len(evals["held out"]) == 10
     assert not prompts[0] & prompts[1]
     assert len(prompts[0] | prompts[1]) == 30
-    assert "trained on" not in capsys.readouterr().out
+    assert "are trained on" not in capsys.readouterr().out
     other = write_rows(tmp_path / "b.jsonl", [*rows[:4], {"question": "77=", "answer": "1"}])
     config.eval_dataset = f"{other}:train"
     dppo.user_data(config)
