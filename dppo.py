@@ -487,10 +487,9 @@ def running_length(progress, lengths, prompt_weights):
 def dppo_step(task, rule, optimizer, reference, progress, config):
     """One step of the paper's algorithm -> what happened in it, for the record.
 
-    task has the model, the training examples (`train`) and the reward; reference is the policy that
-    KL is measured against; progress counts steps and candidate prompts. All that is random follows
-    from the seed and from `progress.seen`. A run that takes over the memory of another also takes
-    over its `seen`, so that it does not draw the same numbers again."""
+    task has the model, the training examples (`train`) and the reward; reference is what KL is
+    measured against. All that is random follows from the seed and `progress.seen`, the number of
+    candidate prompts so far, which a run with --history takes over so as not to repeat draws."""
     transformers.set_seed((1_000_003 * config.seed + progress.seen) % 2**32)
     # The draws have their own generator, because a reward function may seed torch's global one.
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
@@ -945,13 +944,15 @@ def reward_completions(task, examples, sequences):
     except (ValueError, OSError) as error:  # main would leave out where in the user's code it was
         raise RuntimeError(f"the reward function failed: {error}") from error
     must = f"the reward function must return a list of {len(ids)} finite numbers or None"
+    numbers = []
     try:
-        values = [math.nan if value is None else value for value in values]
-        rewards = torch.tensor(values, dtype=torch.float64)
+        for value in values:
+            numbers.append(math.nan if value is None else value)
+        rewards = torch.tensor(numbers, dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{must}, not {values!r:.60}") from error
     if rewards.shape != (len(ids),) or rewards.isinf().any():
-        raise ValueError(f"{must}, not {len(values)} values, such as {values[:4]}")
+        raise ValueError(f"{must}, not {len(numbers)} values, such as {numbers[:4]}")
     return rewards.view(len(examples), samples)
 
 
@@ -1409,7 +1410,8 @@ def prepare(run, task):
     config = run.config
     folder = config.resume or config.history
     saved = load_whole(Path(folder, "checkpoint.pt")) if folder else None
-    run.task = task = task or load_task(config)
+    task = task or load_task(config)
+    run.task = task
     data = repr([(example["prompt_ids"], example.get("answer")) for example in task.train])
     run.settings = asdict(config) | {"data": zlib.crc32(data.encode())}
     run.rule = config.rule(config, len(task.train))

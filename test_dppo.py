@@ -1497,10 +1497,11 @@ def test_what_is_held_out_is_not_trained_on_and_other_overlap_is_told(folder, tm
     data = write_rows(tmp_path / "a.jsonl", rows)
     config = Config(model=str(folder / "model"), dataset=data, eval_prompts=10)
     train, evals, _ = dppo.user_data(config)
-    prompts = [{example["question"] for example in part} for part in (train, evals["held out"])]
+    trained = {example["question"] for example in train}
+    held_out = {example["question"] for example in evals["held out"]}
     assert len(evals["held out"]) == 10
-    assert not prompts[0] & prompts[1]
-    assert len(prompts[0] | prompts[1]) == 30
+    assert not trained & held_out
+    assert len(trained | held_out) == 30
     assert "are trained on" not in capsys.readouterr().out
     other = write_rows(tmp_path / "b.jsonl", [*rows[:4], {"question": "77=", "answer": "1"}])
     config.eval_dataset = f"{other}:train"
