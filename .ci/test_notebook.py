@@ -1,5 +1,5 @@
-"""Tests of the two modules that cells of the notebook write, boxed.py and dppo_trl.py, and of the
-rules in README.
+"""Tests of the two modules that cells of the notebook write, math_reward.py and dppo_trl.py, and of
+the rules in README.
 
 python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is installed
 """
@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 import transformers
@@ -23,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
 from test_dppo import (
     ADVANTAGES,
-    HOSTILE,
     REWARDS,
     G,
     every_result,
@@ -48,119 +45,64 @@ def written_by_the_notebook(name, **known):
 
 
 # ==== README's rules ====
-@pytest.mark.parametrize("name", ["Tenth", "SolvedByHalf"])
-def test_the_rules_in_readme_prune_without_bias(name):
-    blocks = re.findall(
-        "```python\n(.*?)```", NOTEBOOK.with_name("README.md").read_text(), re.DOTALL
-    )
-    [code] = [block for block in blocks if f"class {name}" in block]
+def test_the_rules_in_readme_prune_without_bias():
+    readme = NOTEBOOK.with_name("README.md").read_text()
+    blocks = re.findall("```python\n(.*?)```", readme, re.DOTALL)
+    [code] = [block for block in blocks if "(dppo.Rule)" in block]
     known = {}
     exec(code, known)
-    rewards, advantages = REWARDS[[0, 3]], ADVANTAGES[[0, 3]]  # the second is solved
-    rule = known[name](dppo.Config(group_size=G), 2)
-    rule.update(torch.arange(2), rewards, advantages)
-    expectation = torch.zeros_like(rewards)
-    outcomes = 0
-    picks = every_result(partial(dppo.pick_prompts, rule, torch.arange(2), 2, None))
-    for p, (size, kept, prompt_weights) in picks:
-        inputs = (rule, rewards[kept], advantages[kept], prompt_weights, size, None)
-        for q, weights in every_result(partial(dppo.weigh_completions, *inputs)):
-            expectation[kept] += p * q * weights
-            outcomes += 1
-    assert outcomes > 1
-    needed = (advantages != 0).double()
-    assert torch.allclose(expectation * needed, needed, atol=1e-10)
+    rules = [value for value in known.values() if isinstance(value, type)]
+    rewards, advantages = REWARDS[[0, 5]], ADVANTAGES[[0, 5]]  # the second is solved
+    for kind in rules:
+        rule = kind(dppo.Config(group_size=G), 2)
+        rule.update(torch.arange(2), rewards, advantages)
+        expectation, outcomes = torch.zeros_like(rewards), 0
+        windows = every_result(partial(dppo.prune_prompts, rule, torch.arange(2), 2, None))
+        for p, (N, kept, w_q) in windows:
+            assert N == 2
+            inputs = (rule, advantages[kept], w_q, None)
+            for q, w in every_result(partial(dppo.prune_completions, *inputs)):
+                expectation[kept] += p * q * w_q[:, None] * w
+                outcomes += 1
+        assert outcomes > 1
+        needed = (advantages != 0).double()
+        assert torch.allclose(expectation * needed, needed, atol=1e-10)
+    assert rules
 
 
-# ==== boxed.py ====
-boxed_reward = written_by_the_notebook("boxed.py")["reward"]
-
-
-@pytest.mark.parametrize(
-    "given, gold, reward",
-    [
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1),
-        (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
-        (r"\boxed{1} then \boxed{2}", "2", 1),
-        (r"\boxed{1} then \boxed{2}", "1", 0),
-        (r"\boxed{2}, not 3", "2", 1),
-        (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
-        (r"\boxed{\text{Evelyn}}", "Evelyn", 1),
-        (r"\boxed{x^{2}}", "x^2", 1),
-        (r"\boxed{1,000}", "1000", 1),
-        (r"\boxed{\$10.}", "10.0", 1),
-        (r"\boxed{30^\circ}", "30", 1),
-        (r"\boxed{50\%}", "50", 1),
-        (r"\boxed{3", "3", 0),
-        ("3", "3", 0),
-        (r"\boxed{3}", r"thus \boxed{3}", 1),
-        (r"\boxed {\{1,2\}}", r"\{1,2\}", 1),
-        (r"\boxed{}", "", None),
-        (r"\boxed{a_{n_{k}}}", "a_{n_{k}}", 1),
-        (r"\boxed{5x}", "5", 0),
-        (r"\leftarrow\boxed{2}", "2", 1),
-        (r"\boxed{70{,}000}", "70000", 1),
-        (r"\boxed{10,\!080}", "10080", 1),
-        (r"\boxed{3}", None, None),
-        (r"\boxed{0}", "0.0", 1),
-        (r"\boxed{}", "0", 0),
-    ],
-)
-def test_boxed_rewards(given, gold, reward):
-    assert boxed_reward(prompts=["?"], completions=[given], answer=[gold]) == [reward]
-
-
-MATH_ANSWERS = [r"\frac{270}7\text{ degrees}", r"\$32,\!348", r"864 \mbox{ inches}^2", r"\frac43"]
-MATH_ANSWERS += [r"\frac 59", r"11\sqrt2", ".0000672", r"137 \frac{1}{2}", r"1 \pm \sqrt{19}"]
-MATH_ANSWERS += [
-    r"\left(\frac{3}{5},\frac{8}{3}\right]",
-    r"x \in [-2,7]",
-    "5x - 7y + 4 = 0",
-    "(3,4]",
-]
-MATH_ANSWERS += [
-    "52_8",
-    "4210_{5}",
-    "52",
-    "4210",
-    r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}",
-]
-MATH_ANSWERS += [
-    r"\text{(B)}",
-    "11",
-    r"\frac34",
-    "-0.5",
-    r"(-\infty, 2) \cup (3, \infty)",
-    "2^{10}",
-]
-ZEROS = ["0", "0.0", "-0", "$0$", "0.", ".00", r"0\%", r"0^\circ", r"\$0", r"\text{0}"]
-
-
-@pytest.mark.parametrize("answer", MATH_ANSWERS + ZEROS)
-def test_an_answer_as_math_spells_it_is_right_against_itself_and_no_other(answer):
-    golds = MATH_ANSWERS + ZEROS  # all zeros are one
-    texts = [rf"First \boxed{{7}}, no: it is $\boxed{{{answer}}}$, since 3 < 4."] * len(golds)
-    rewards = boxed_reward(prompts=texts, completions=texts, answer=golds)
-    assert rewards == [float(gold == answer or {gold, answer} <= {*ZEROS}) for gold in golds]
-
-
-NESTED = [
-    r"\boxed{" * 10_000,
-    r"\boxed{" + "{" * 9_000 + "}" * 9_001,
-    r"\boxed{" + "5 " * 30_000 + "}",
+# ==== math_reward.py ====
+ANSWERS = [
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+    (r"so it is $\boxed{\dfrac12}$.", "0.5", 1),
+    (r"\boxed{1/2}", r"\tfrac{1}{2}", 1),
+    (r"\boxed{2}, not 3", "2", 1),
+    (r"\boxed{2}, not 3", "3", 0),
+    (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1),
+    (r"\boxed{x^{2} + 1}", "1 + x^2", 1),
+    (r"\boxed{1,000}", "1000", 1),
+    (r"\boxed{30^\circ}", "30", 1),
+    (r"\boxed{11\sqrt2}", r"11\sqrt{2}", 1),
+    (r"\boxed{3}", r"thus \boxed{3}", 1),
+    (r"\boxed{\text{(B)}}", r"\text{(B)}", 1),
+    ("I do not know.", "7", 0),
+    (r"\boxed{", "7", 0),
+    (r"\boxed{3}", "", None),
 ]
 
 
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
-@hypothesis.given(st.lists(st.text() | st.sampled_from(HOSTILE + NESTED), min_size=2, max_size=2))
-def test_hostile_text_gets_a_grade_or_none_and_never_raises(texts):
-    assert set(boxed_reward(["?"] * 2, texts, answer=texts[::-1])) <= {0.0, 1.0, None}
+@pytest.mark.parametrize("completion, gold, grade", ANSWERS)
+def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade):
+    pytest.importorskip("math_verify")
+    reward = written_by_the_notebook("math_reward.py")["reward"]
+    for given in (completion, [{"role": "assistant", "content": completion}]):
+        assert reward(["?"], [given], answer=[gold], level=[1]) == [grade]
 
 
 # ==== dppo_trl.py ====
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
-SEQUENCES = random_sequences() + [([2, 3], [4])] * G
+ROWS = [0, 1, 2, 5]  # of REWARDS
+SCORED = REWARDS[ROWS]
+SEQUENCES = random_sequences()[: N * G]
 
 
 def trl_example():
@@ -176,7 +118,7 @@ def trl_settings(trl, folder, prompts=N, loss_type="grpo", **arguments):
             "prompt_ids": [SEQUENCES[i][0] for i in indices],
             "completion_ids": [SEQUENCES[i][1] for i in indices],
             "logprobs": None,
-            "score": REWARDS.flatten()[indices].tolist(),
+            "score": SCORED.flatten()[indices].tolist(),
         }
 
     settings = {"num_generations": G, "per_device_train_batch_size": 4, "steps_per_generation": 3}
@@ -220,7 +162,8 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
 
     def pick():
         trainer.windows.order = torch.arange(N)
-        trainer.windows.rule.memory = rule_with_history(method).memory
+        memory = rule_with_history(method).memory
+        trainer.windows.rule.memory = {name: values[ROWS] for name, values in memory.items()}
         prompts = list(itertools.islice(trainer.windows, N * G))
         return prompts, trainer.windows.queue[0]
 
@@ -257,7 +200,7 @@ def trl_run(folder, processes):
         log.append(result if isinstance(result, tuple) else (result,))
         return result
 
-    for name in ("pick_prompts", "weigh_completions"):
+    for name in ("prune_prompts", "prune_completions"):
         example[name] = partial(noting, example[name])
 
     class Gradients(transformers.TrainerCallback):
