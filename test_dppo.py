@@ -500,12 +500,12 @@ def test_the_paper_s_rule_prunes_the_floor_of_the_low_set():
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.95])
 @pytest.mark.parametrize("method", [PAPER, OURS])
 def test_the_window_is_the_longest_whose_survivors_never_exceed_the_batch(method, rate):
-    """Of 300 prompts, after visits of four fifths of them."""
-    generator = torch.Generator().manual_seed(0)
+    generator, state = torch.Generator().manual_seed(0), torch.get_rng_state()
     config = Config(method=method, prompt_prune_rate=rate)
     rule = config.rule(config, 300)
     for _ in range(10):
-        visited, order = torch.randperm(300, generator=generator)[:240], torch.randperm(300)
+        order = torch.randperm(300, generator=generator)
+        visited = torch.randperm(300, generator=generator)[:240]
         p = torch.rand(240, 1, generator=generator) ** 3
         rewards = (torch.rand(240, 8, generator=generator) < p).double()
         rule.update(visited, rewards, group_advantages(rewards))
@@ -514,6 +514,7 @@ def test_the_window_is_the_longest_whose_survivors_never_exceed_the_batch(method
         assert pi[order[:N]].sum() <= 16 + 1e-9 < pi[order[: N + 1]].sum()
         assert len(kept) in (15, 16) and set(kept.tolist()) <= set(order[:N].tolist())
         assert weights.allclose(1 / pi[kept])
+    assert state.equal(torch.get_rng_state())  # draws are of the generator alone
 
 
 def test_of_unlikely_prompts_exactly_one_is_kept_by_its_share_of_the_chances():
@@ -724,7 +725,7 @@ def test_updates_not_finite_are_left_out_and_ten_in_a_row_end_the_run(monkeypatc
 def test_it_keeps_as_many_as_the_paper_s_rule_in_proportion_to_their_scores():
     scores = torch.rand(200, generator=torch.Generator().manual_seed(0)).double() ** 3
     for rate in (0.5, 0.7, 0.9):
-        pi = dppo.proportional_probabilities(scores, rate)
+        pi = dppo.proportional_probabilities(torch.cat([scores, 0 * scores]), rate)[:200]
         assert abs(pi.sum() - dppo.keep_probabilities(scores, rate).sum()) < 1e-9
         assert (pi / scores)[pi < 1].std() < 1e-9
 
@@ -1154,7 +1155,6 @@ def test_first_runs_make_the_same_whole_model_and_later_ones_take_it(tmp_path, m
 BAD_SETTINGS = [
     ("--prompt_prune_rate 1", "--prompt_prune_rate 1.0 must"),
     ("--method dpo", "--method dpo is not one of grpo, grpo-skip, dppo, dppo-proportional: No mod"),
-    ("--reward math:nothing", "has no attribute 'nothing'"),
     ("--objective ppo", "invalid choice: 'ppo' (choose from 'grpo', 'dr_grpo'"),
     ("--chat_template_kwargs {", "--chat_template_kwargs must be a JSON object"),
     ("--dataset x", "--model or --dataset is missing"),
@@ -1250,10 +1250,10 @@ def test_the_summary_has_what_the_run_cost_also_if_it_was_resumed(out):
     run(out, steps=3, completion_prune_rate=0.9)
     summary = run(out, steps=5, completion_prune_rate=0.9)
     for name in ("prompts_seen", "prompts_rolled", "completions_trained", "rollout_seconds"):
-        assert summary[name] == sum(recorded(out, name)) > 0
+        assert summary_of(out)[name] == sum(recorded(out, name))
+        assert min(recorded(out, name)) > 0
     training = sum(recorded(out, "train_seconds"))
     assert summary["seconds"] == pytest.approx(summary["rollout_seconds"] + training)
-    assert summary_of(out) == summary
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
@@ -1286,7 +1286,6 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(pl
     files = {"metrics.jsonl", "summary.json", "config.json", "checkpoint.pt", "model"}
     assert files.issuperset(os.listdir(out))
     assert summary["prompts_rolled"] < 0.8 * summary["prompts_seen"]
-    assert summary["completions_trained"] < 0.7 * 8 * summary["prompts_rolled"]
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
     _, ids = dppo.encode_prompt("12=", Config(), tokenizer)

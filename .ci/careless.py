@@ -364,7 +364,7 @@ CHANGES = r"""
 # pruned count is rounded: floor_of
 - pruned = math.floor(rate * count + 1e-9)
 + pruned = round(rate * count)
-# comb offset from the global generator: in_one or random_numbers or uninterrupted
+# comb offset from the global generator: window
 - u = torch.rand(1, generator=generator, dtype=torch.float64)
 + u = torch.rand(1, dtype=torch.float64)
 # window strictly below the limit: window
