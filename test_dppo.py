@@ -890,7 +890,7 @@ def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypat
 # ==== 8. Rewards ====
 GRADES = [("gsm8k", "#### 18.0", "x\n#### 18", 1), ("gsm8k", "19", "18.", 0), ("gsm8k", "0", 0, 1)]
 GRADES += [("gsm8k", "-1,800", "\N{MINUS SIGN}$1800", 1), ("gsm8k", "16-.5.", ".50 %", 1)]
-GRADES += [("gsm8k", "3 + 4 = 7\n#### -2 and 3", "-2", 1), ("gsm8k", "7 #### \u0663", "7", 1)]
+GRADES += [("gsm8k", "#### 7\n#### -2 and 3", "-2", 1), ("gsm8k", "7 #### \u0663", "7", 1)]
 GRADES += [("gsm8k", "18", r"\frac{3}{18}", None), ("gsm8k", "18", None, None)]
 GRADES += [("gsm8k", "#### 1e3", "1000", 1), ("gsm8k", "3e", "3", 1)]
 GRADES += [("exact", " ab\n", "ab", 1), ("exact", "b", "ab", 0), ("exact", "0", 0, 1)]
