@@ -1,11 +1,11 @@
 """A proof that dppo.py prunes without bias, and then its other guarantees: python -m pytest -q
 
-THEOREM. Let everything of a step be given but what is pruned: the policy theta, the memory of the
-rule, the order of the prompts, the completions of the N candidates and, for dapo, the mean length
-of earlier steps. (A pruned prompt has no completions. Those given for it are what it would have
-had, of the same distribution, if it had been kept.) Then the loss L_hat that is trained has, on
-average over the draws of prompts and completions to keep, the gradient of the full loss L, the mean
-of l_i over all N G completions: E[grad L_hat] = grad L.
+THEOREM. Let everything of a step be given but what is pruned: the policy theta, an unbiased rule
+and its memory, the order of the prompts, the completions of the N candidates and, for dapo, the
+mean length of earlier steps. (A pruned prompt has no completions. Those given for it are what it
+would have had, of the same distribution, if it had been kept.) Then the loss L_hat that is trained
+has, on average over the draws of prompts and completions to keep, the gradient of the full loss L,
+the mean of l_i over all N G completions: E[grad L_hat] = grad L.
 
 PROOF. Each step has its test, in this order; step 1 has two.
 
@@ -273,8 +273,8 @@ def test_the_expected_gradient_of_dppo_step_is_the_full_one(method, beta, monkey
     assert (expectation - full).norm() < 1e-6 * full.norm()
 
 
-# ---- Six ways to lose it, under the paper's rule, unless it says otherwise. The window has five
-# prompts. In 1 and 2, the gradients are A grad log p, with random numbers as grad log p.
+# ---- Six ways to lose it, under the paper's rule and with a window of five prompts, unless it says
+# otherwise. In 1 and 2, the gradients are A grad log p, with random numbers as grad log p.
 WINDOW = ADVANTAGES[:5]
 GRAD_LOG_P = torch.randn(5, G, 5, generator=torch.Generator().manual_seed(0)).double()
 
@@ -324,7 +324,7 @@ def test_4_looking_on_until_a_prompt_survives_is_biased_in_a_toy():
 
 def test_5_a_draw_used_again_for_a_second_update_is_biased():
     """An update of train_step has moved the model to a place that depends on the draw, which here
-    is of completions only."""
+    is of completions only. There, rho is 1 again."""
 
     def second_gradient(again, w):
         given = Given(first=True, beta=0.0)
@@ -333,12 +333,12 @@ def test_5_a_draw_used_again_for_a_second_update_is_biased():
         return given.gradient(given.shares(w if again else torch.ones_like(w)))
 
     outcomes = every_weight(r_q=0.0)
-    full = sum(p * second_gradient(False, w) for p, (_, w) in outcomes)  # by a draw anew
+    full = sum(p * second_gradient(False, w) for p, (_, w) in outcomes)  # the mean of draws anew
     assert relative_bias(partial(second_gradient, True), full, r_q=0.0) > 0.05
 
 
 def test_6_an_update_is_biased_where_the_norm_is_clipped():
-    given = Given(first=True, max_grad_norm=1e-3)
+    given = Given(first=True, beta=0.0, max_grad_norm=1e-3)
     full = given.gradient(given.shares(torch.ones(5, G)))
     assert full.norm() == pytest.approx(1e-3, rel=1e-4)
     assert relative_bias(lambda w: given.gradient(given.shares(w)), full) > 0.05
