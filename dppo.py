@@ -1173,7 +1173,7 @@ def train(run):
 
 
 def main():
-    """The command line. Errors before the first step are reported in one line."""
+    """The command line, which reports bad input in one line."""
     sys.path.append(os.getcwd())  # where module:name is looked for
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
