@@ -372,7 +372,7 @@ def normalizer(lengths, mean_length, config):
 
     dapo divides by the number of all tokens, which is unknown where prompts are pruned. N G times
     the mean length of *earlier* steps, which is fixed before the draw, stands in for it, so Z is
-    that mean. A first step takes its own, which is exact: without scores, no prompt is pruned."""
+    that mean. A first step takes its own, which is exact as long as it prunes no prompt."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
