@@ -915,7 +915,7 @@ def named(option, name, known):
 
 
 # What stands in for None: with --model, and for the embedded task.
-DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "steps": (300, 90)}
+DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "steps": (300, 60)}
 DEFAULTS |= {"max_completion_tokens": (1024, 22), "reward": ("gsm8k", "exact")}
 # The least value of the numbers that may not be 0.
 LEAST = {"prompts_per_step": 1, "group_size": 2, "inner_epochs": 1, "temperature": 1e-3}
@@ -954,7 +954,7 @@ class Config:
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "k of avg@k and pass@k")
     # The run
-    steps: int | None = setting(None, "training steps; 0 only evaluates (300; embedded task 90)")
+    steps: int | None = setting(None, "training steps; 0 only evaluates (300; embedded task 60)")
     eval_every: int = setting(0, "steps between evaluations; 0: only before and after")
     save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
