@@ -2,24 +2,23 @@
 
 After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026,
 arXiv 2603.04135), of which we had the abstract and reviews that quote it, not the text. This is
-neither Diffusion PPO nor Divergence PPO, which TRL calls `dppo`.
+neither Diffusion Policy Policy Optimization nor Divergence PPO, which TRL calls `dppo`.
 
-GRPO answers each prompt several times and learns from the differences, so a group that is all
-right or all wrong teaches nothing. DPPO prunes prompts before the rollout and completions after
-it, at random, and divides the loss of what it keeps by the probability of having been kept. So the
-expected gradient is still that of full GRPO. What is left is packed densely into slots.
+GRPO answers each prompt several times and learns from the differences; a group that is all right or
+all wrong teaches nothing. DPPO prunes, at random, prompts that taught little at their last visit,
+and completions that teach little now, and divides the loss of what it keeps by the probability of
+having been kept, so the expected gradient stays that of the full batch. Slots pack what is left.
 
     python dppo.py                              # a small embedded model, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-Part I is the method. It ends with `dppo_step`, the paper's algorithm, and you can stop there. Part
-II is what the method needs in order to run: model, data, rewards, settings, checkpoints.
+Part I is the method. It leads to `dppo_step`, the paper's algorithm; a rule that goes beyond the
+paper follows. Part II is what all this runs on: rollout, rewards, model, data, settings, files.
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
     B         number of prompts of the window that are kept and rolled out
     G         number of completions of a prompt, its group
-    M, T      number of completions in a micro-batch; of tokens in the longest of them
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
     w         inverse-probability weight, 1/pi where kept and 0 where pruned: w_q of a
@@ -58,7 +57,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import datasets
 import torch
@@ -89,14 +88,13 @@ def has_gradient(advantages, beta):
 
 
 def keep_probabilities(scores, rate):
-    """The paper's rule: (n,) scores >= 0 -> (n,) float64 keep probabilities pi = 1 - P.
+    """The paper's rule, as we read it: (n,) scores >= 0 -> (n,) float64 keep probabilities pi.
 
-    Each of the k items that score below the mean has pi = 1 - floor(rate k)/k, so that a draw of
-    all n prunes floor(rate k) of them. The others have pi = 1, and so has an item without a score
-    (NaN).
+    Each of the k items that score below the mean has pi = 1 - floor(rate k)/k, so that a draw over
+    all n prunes floor(rate k) of them. The others, and those without a score (NaN), have pi = 1.
 
     The paper's Algorithm 1 reportedly removes the lowest scores outright: pi = 0 where the gradient
-    is not 0, against its own proof. We fix only how many go, and chance decides which."""
+    is not 0, against its own proof. Here as many of the low ones go, and chance decides which."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # by more than rounding; NaN < x is False
     count = int(low.sum())
@@ -113,11 +111,11 @@ def draw(pi, generator):
     This is systematic sampling. The items are laid end to end in random order, each as long as
     its pi, and a comb with teeth at u, u + 1, u + 2, ... is held over them, for one u uniform in
     [0, 1). A tooth keeps the item that it falls on, which has probability pi. In all, sum(pi) are
-    kept, rounded down or up: of 0.5, 1, 0.25, 0.25, teeth at 0.6 and 1.6 keep the 2nd and 3rd."""
+    kept, rounded down or up. In the order 0.5, 1, 0.25, 0.25, u = 0.6 keeps the 2nd and 3rd."""
     order = torch.randperm(len(pi), generator=generator)
     ends = pi[order].cumsum(0)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
-    teeth_before_end = (ends - u).ceil()  # how many; in the example 0, 1, 2, 2
+    teeth_before_end = (ends - u).ceil()  # teeth in [0, end); in the example 0, 1, 2, 2
     has_tooth = teeth_before_end.diff(prepend=torch.zeros(1)) > 0
     kept = order[has_tooth]
     weights = torch.zeros_like(pi)
@@ -155,7 +153,7 @@ class Rule:
 
 
 class GRPOSkip(Rule):
-    """GRPO without the completions that have no gradient, which costs neither bias nor variance."""
+    """GRPO that skips completions without a gradient. Skipping adds neither bias nor variance."""
 
     def completion_probabilities(self, advantages, prompt_weights):
         return has_gradient(advantages, self.config.beta).double()
@@ -184,35 +182,55 @@ class DPPO(Rule):
             self.memory["score"][q] = score
 
 
+class Refused(ValueError):
+    """Bad input, which the command line reports in one line."""
+
+
+def check_probabilities(rule, pi, needed):
+    """Refuses what would silently bias the gradient of somebody's own rule: pi must be positive
+    where `needed` is True. A rule that says that it is biased must at least keep a prompt."""
+    valid = pi.shape == needed.shape and bool(((pi >= 0) & (pi <= 1 + 1e-9)).all())  # NaN fails
+    no_prompt = pi.dim() == 1 and not pi.any()
+    if not valid or no_prompt or (rule.unbiased and (pi[needed] == 0).any()):
+        shape = tuple(needed.shape)
+        raise Refused(f"a rule needs pi of shape {shape}, 0 < pi <= 1 where there is a gradient")
+
+
 def prune_prompts(rule, upcoming, limit, generator):
     """Prompt-level pruning, before the rollout: (n,) upcoming prompts, by index -> N, the size of
     the window, which is the first N of them; (B,) the prompts that are kept; (B,) their weights.
 
     The window is the longest prefix of `upcoming` whose pi sum to at most `limit`. From it the draw
     keeps sum(pi) prompts, rounded down or up, so B is `limit` or one less, unless prompts run out.
-    Drawing until enough prompts survive would make N depend on the draw, and bias the gradient."""
+    Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
+
+    A window that runs into the next epoch may hold a prompt twice, as two candidates. All windows
+    count the same, so over an epoch a prompt with pi < 1 counts about (1 - pi)/limit less."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())
     pi = pi[:N]  # (N,)
-    weights = draw(pi / min(1, pi.sum()), generator)  # at least one prompt
+    if pi.sum() < 1:  # a draw might keep none; scaled to the sum 1, it keeps exactly one
+        pi = pi / pi.sum()
+    weights = draw(pi, generator)
     return N, upcoming[:N][weights > 0], weights[weights > 0]
 
 
 def prune_completions(rule, advantages, prompt_weights, generator):
     """Completion-level pruning, after the rollout: (B, G) advantages, (B,) weights of the prompts
-    -> (B, G) weights w_qi.
-
-    E[w_q w_qi l] = E[w_q E[w_qi | w_q, rollout] l] = E[w_q l] = E[l], because pi = 0 only where l
-    and its gradient are 0, and because whether a prompt is drawn has no influence on what its
-    rollout would be. So pi may depend on all of the rollout, and on which prompts survived."""
+    -> (B, G) weights w_qi. pi may depend on all that came before, rollout and survivors."""
     pi = rule.completion_probabilities(advantages, prompt_weights).double()  # (B, G)
     check_probabilities(rule, pi, needed=has_gradient(advantages, rule.config.beta))
     return draw(pi.flatten(), generator).view_as(pi)
 
 
 # ---- 2. Dense Prompt Packing
+class Sequence(NamedTuple):
+    prompt: list  # of token ids
+    completion: list  # likewise, with the end id unless it was cut
+
+
 def pack(lengths, capacity, lookahead=64):
     """The paper's window-based greedy packing: lengths in tokens, from 1 to `capacity` -> slots,
     lists of indices whose lengths sum to at most `capacity`. Of the next `lookahead` sequences,
@@ -236,10 +254,10 @@ def pack(lengths, capacity, lookahead=64):
 
 
 def pack_micro_batches(sequences, indices, config):
-    """The (prompt ids, completion ids) at `indices` -> micro-batches, which are lists of slots,
-    which are lists of indices; and how full the slots are. As masked attention costs the square of
-    a slot's length, slots are as long as the longest sequence, but at least 128 tokens."""
-    lengths = [len(sequences[i][0]) + len(sequences[i][1]) for i in indices]
+    """The sequences at `indices` -> micro-batches, which are lists of slots, which are lists of
+    indices; and how full the slots are. As masked attention costs the square of a slot's length,
+    slots are as long as the longest sequence, but at least 128 tokens."""
+    lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
     capacity = max([128, *lengths])
     slots = []
     for slot in pack(lengths, capacity):
@@ -281,8 +299,8 @@ def token_logprobs(head, hidden, targets, temperature):
 
 
 def completion_logprobs(model, sequences, slots, temperature):
-    """The forward pass over packed slots -> (M, T) log-probabilities of the completions' tokens, in
-    the order of the slots and 0 after a completion's end; (tokens,) entropies."""
+    """The forward pass over packed slots -> (tokens,) log-probabilities of the tokens of their
+    completions, one completion after the other; (tokens,) entropies."""
     table = lay_out(sequences, slots)
     places = table[:, :, 2].flatten().nonzero().squeeze(1).to(model.device)  # (tokens,)
     input_ids, position_ids, _ = table.to(model.device).unbind(dim=2)  # (slots, length) each
@@ -293,64 +311,74 @@ def completion_logprobs(model, sequences, slots, temperature):
     # 8,192 tokens of Qwen have 5 GB of logits. So only completions get them, 512 tokens at a time,
     # and the backward pass computes them again.
     options = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = zip(hidden.split(512), targets.split(512))
-    results = [checkpoint(token_logprobs, head, *part, temperature, **options) for part in parts]
-    logprobs, entropies = map(torch.cat, zip(*results))  # (tokens,) each
-    lengths = [len(sequences[i][1]) for i in chain(*slots)]
-    return pad_sequence(logprobs.split(lengths), batch_first=True), entropies
+    logprobs, entropies = [], []
+    for states, ids in zip(hidden.split(512), targets.split(512)):
+        of_part = checkpoint(token_logprobs, head, states, ids, temperature, **options)
+        logprobs.append(of_part[0])
+        entropies.append(of_part[1])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@torch.no_grad()
+def frozen_logprobs(model, sequences, indices, config):
+    """{index: (length,) log-probabilities} of the completions at `indices`, without gradient."""
+    result = {}
+    for slots in pack_micro_batches(sequences, indices, config)[0]:
+        batch = list(chain(*slots))
+        lengths = [len(sequences[i].completion) for i in batch]
+        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
+        result |= zip(batch, logprobs.split(lengths))
+    return result
 
 
 # For each objective, how far rho may fall below 1 and rise above it before it is clipped.
 CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
-def token_losses(logprobs, old_logprobs, ref_logprobs, lengths, advantages, config):
-    """(M, T) new, old and, if beta > 0, reference log-probabilities, (M,) lengths, (M,) advantages
-    -> (M, T) losses, 0 after a completion's end; (M, T) whether a token is clipped; (M, T) KL.
+def token_losses(logprobs, old_logprobs, ref_logprobs, lengths, A, config):
+    """(tokens,) new, old and, if beta > 0, reference log-probabilities of the tokens of several
+    completions, the list of their lengths, (tokens,) the A of each token's completion -> (tokens,)
+    losses; (tokens,) whether a token is clipped; (tokens,) KL.
 
         loss = -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL
 
     In gspo, all tokens of a completion have the same rho, exp of the mean log-ratio."""
-    mask = torch.arange(logprobs.shape[1], device=logprobs.device) < lengths[:, None]  # (M, T)
-    log_ratio = logprobs - old_logprobs  # (M, T)
+    log_ratio = logprobs - old_logprobs
     if config.objective == "gspo":
-        mean_log_ratio = (log_ratio * mask).sum(dim=1) / lengths  # (M,)
-        log_ratio = mean_log_ratio[:, None].expand_as(log_ratio)
+        log_ratio = torch.cat([part.mean().expand_as(part) for part in log_ratio.split(lengths)])
     rho = log_ratio.exp()
-    A = advantages[:, None]  # (M, 1)
     down, up = CLIPPING[config.objective]
     surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
-    clipped = (surrogate < rho * A) & mask
+    clipped = surrogate < rho * A
     kl = torch.zeros_like(logprobs)
     if config.beta > 0:
         log_ref_ratio = ref_logprobs - logprobs
         kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # k3: x - 1 - log x, x = p_ref/p
-    return (config.beta * kl - surrogate) * mask, clipped, kl.detach()
+    return config.beta * kl - surrogate, clipped, kl.detach()
 
 
 def train_step(model, optimizer, sequences, advantages, shares, old, ref, config):
     """One update on the completions that have a share of the loss -> metrics. Even an unbiased
     gradient does not give an unbiased update, as Adam and clipping the norm are not linear.
 
-    sequences: (prompt ids, completion ids) of all completions; advantages, shares: A and w/(N G Z)
-    of each; old, ref: {index: log-probabilities} from frozen_logprobs, or None. Without `old`, the
-    policy that is trained is the one that sampled: rho is 1, but its gradient is that of log p."""
+    sequences: all completions with their prompts; advantages, shares: A and w/(N G Z) of each;
+    old, ref: {index: log-probabilities} from frozen_logprobs, or None. Without `old`, the policy
+    that is trained is the one that sampled: rho = 1, and its gradient is that of log p."""
     advantages, shares = advantages.flatten().float(), shares.flatten().float()
     kept = shares.nonzero().squeeze(1).tolist()
     micro_batches, density = pack_micro_batches(sequences, kept, config)
     sums = torch.zeros(3, device=model.device)  # of entropies, clipped tokens, KL
     for slots in micro_batches:
-        batch = list(chain(*slots))  # M indices
-        lengths = torch.tensor([len(sequences[i][1]) for i in batch], device=model.device)
-        A, share = advantages[batch].to(model.device), shares[batch].to(model.device)  # (M,)
+        batch = list(chain(*slots))
+        lengths = [len(sequences[i].completion) for i in batch]
+        repeats = torch.tensor(lengths)
+        A = advantages[batch].repeat_interleave(repeats).to(model.device)  # (tokens,)
+        share = shares[batch].repeat_interleave(repeats).to(model.device)  # (tokens,)
         logprobs, entropies = completion_logprobs(model, sequences, slots, config.temperature)
-        old_logprobs, ref_logprobs = logprobs.detach(), None
-        if old is not None:
-            old_logprobs = pad_sequence([old[i] for i in batch], batch_first=True)
-        if ref is not None:
-            ref_logprobs = pad_sequence([ref[i] for i in batch], batch_first=True)
+        old_logprobs = torch.cat([old[i] for i in batch]) if old else logprobs.detach()
+        ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else None
         losses, clipped, kl = token_losses(logprobs, old_logprobs, ref_logprobs, lengths, A, config)
-        loss = share @ losses.sum(dim=1)
+        loss = share @ losses
         loss.backward()  # adds up over the micro-batches
         sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
 
@@ -358,11 +386,10 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
     if 0 < grad_norm < math.inf:  # at 0, Adam would move on its momentum; NaN would spread
         optimizer.step()
     model.zero_grad()
-    tokens = sum(len(sequences[i][1]) for i in kept)
-    entropy, clip_fraction, kl = (sums / max(1, tokens)).tolist()
+    tokens = sum(len(sequences[i].completion) for i in kept)
     metrics = {"completions_trained": len(kept), "tokens_trained": tokens, "slot_density": density}
-    metrics |= {"grad_norm": grad_norm, "entropy": entropy, "clip_fraction": clip_fraction}
-    return metrics | {"kl": kl}
+    means = zip(("entropy", "clip_fraction", "kl"), (sums / max(1, tokens)).tolist())
+    return metrics | {"grad_norm": grad_norm} | dict(means)
 
 
 # ---- 4. The step: the paper's algorithm
@@ -370,9 +397,9 @@ def normalizer(lengths, mean_length, config):
     """(B, G) lengths -> (B, G) Z: the length for grpo, and for gspo, in which all tokens of a
     completion have the same surrogate; otherwise a constant.
 
-    dapo divides by the number of all tokens, which is unknown where prompts are pruned. N G times
-    the mean length of *earlier* steps, which is fixed before the draw, stands in for it, so Z is
-    that mean. A first step takes its own, which is exact as long as it prunes no prompt."""
+    dapo divides by the number of all tokens, N G times the mean length, which is unknown where
+    prompts are pruned. The mean length of *earlier* steps replaces it, as it is fixed before the
+    draw. A first step takes its own, which is exact as long as it prunes no prompt."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
@@ -385,7 +412,15 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 
     task: model, training examples, reward; reference: the model that KL is measured against;
     upcoming: the next prompts in order, as many as there are training examples;
-    mean_length: of earlier completions, or None; generator: for the draws alone."""
+    mean_length: of earlier completions, or None; generator: for the draws alone.
+
+    L is the mean of l = (sum of token losses)/Z over all N G candidates; L_hat = sum(w l)/(N G).
+    Memory and N are fixed before the draw, so w_q has mean 1; given the kept prompts and rollouts,
+    so has w_qi, wherever l has a gradient. A prompt's rollout does not depend on its being drawn.
+    So L_hat has the expected gradient of L. The paper averages over what it keeps and rescales by
+    C/(1 - P). With C = kept/total, this is the same, the Horvitz-Thompson estimator:
+
+        (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
     # 1. Prune prompts by what is remembered of them.
@@ -393,84 +428,49 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 
     # 2. Roll out the prompts that are kept, and reward their completions.
     examples = [task.train[q] for q in prompts.tolist()]
-    sequences = rollout(task, examples, G, config)  # B G (prompt ids, completion ids)
+    sequences = rollout(task, examples, G, config)  # B G
     rewards = reward_completions(task, examples, sequences)  # (B, G)
     A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
     rule.update(prompts, rewards, A)
-    lengths = A.new_tensor([len(completion) for _, completion in sequences]).view_as(A)
+    lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
     Z = normalizer(lengths, mean_length, config)
 
     # 3. Prune completions, anew for every update, since the policy depends on earlier draws.
-    #    (Prompts cannot be drawn anew. So from the second update on, the gradient is unbiased only
-    #    given the prompts that were kept.)
+    #    (Prompts stay as drawn, and the first update depends on that draw. So later updates are
+    #    unbiased only for the loss of the kept prompts, the sum of w_q l over N G.)
     shares = []  # (B, G) each
     for _ in range(config.inner_epochs):
         w = w_q[:, None] * prune_completions(rule, A, w_q, generator)  # (B, G)
-        if not rule.unbiased:  # equal weights: N G cancels, and L_hat is a plain mean
-            w = w.sign() * N * G / w.count_nonzero().clamp(min=1)
-        # L is the mean of l = (sum of token losses)/Z over all N G candidates. As E[w l] = E[l],
-        # L_hat = 1/(N G) sum of w l has E[L_hat] = E[L]. The paper averages over what it keeps
-        # and rescales by C/(1 - P). With C = kept/total, both are the Horvitz-Thompson estimator:
-        #     (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)
+        if not rule.unbiased:  # L_hat is the plain mean of what is kept: share = 1/(kept Z)
+            w = (w > 0).double()
+            w *= N * G / w.sum().clamp(min=1)
         shares.append(w / (N * G * Z))
 
-    # 4. Log-probabilities under the old policy and the reference, where needed.
+    # 4. Log-probabilities under the reference and, for all updates but the first, the old policy.
     trained = torch.stack(shares).any(dim=0).flatten().nonzero().squeeze(1).tolist()
-    old, ref = None, None
-    if config.inner_epochs > 1:
-        old = frozen_logprobs(task.model, sequences, trained, config)
-    if config.beta > 0:
-        ref = frozen_logprobs(reference, sequences, trained, config)
+    old = frozen_logprobs(task.model, sequences, trained, config) if len(shares) > 1 else None
+    ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
 
-    # 5. Pack what is kept, and update.
-    for share in shares:
-        update = train_step(task.model, optimizer, sequences, A, share, old, ref, config)
+    # 5. Pack what is kept, and update. The first update trains the policy that sampled.
+    for number, share in enumerate(shares):
+        inputs = (sequences, A, share, old if number > 0 else None, ref, config)
+        update = train_step(task.model, optimizer, *inputs)
     return SimpleNamespace(
         N=N, w_q=w_q, sequences=sequences, lengths=lengths, rewards=rewards, A=A, w=w, update=update
     )
 
 
-# ======== Part II: the plumbing ========
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-
-
-class Refused(ValueError):
-    """Bad input, which main reports in one line."""
-
-
-@contextmanager
-def reported(what):
-    """Turns whatever is raised inside into Refused, as libraries raise nearly anything."""
-    try:
-        yield
-    except Exception as error:
-        raise Refused(f"{what}: {error.__cause__ or error}") from error
-
-
-# ---- 5. Rules: a check, and the proportional rule, which goes beyond the paper
-def check_probabilities(rule, pi, needed):
-    """Refuses what would silently bias the gradient of somebody's own rule: pi must be positive
-    where `needed` is True. A rule that says that it is biased must at least keep a prompt."""
-    valid = pi.shape == needed.shape and bool(((pi >= 0) & (pi <= 1 + 1e-9)).all())  # NaN fails
-    no_prompt = pi.dim() == 1 and not pi.any()
-    if not valid or no_prompt or (rule.unbiased and (pi[needed] == 0).any()):
-        shape = tuple(needed.shape)
-        raise Refused(f"a rule needs pi of shape {shape}, 0 < pi <= 1 where there is a gradient")
-
-
+# ---- 5. Beyond the paper: keep in proportion to the score
 def proportional_probabilities(scores, rate, floor=0.0):
     """Scores >= 0 of any shape -> float64 pi = min(1, c score), at least `floor`, and 1 where there
     is no score (NaN). As many are kept as by keep_probabilities. Without a floor, scores of 0 get
-    pi = 0 and do not count.
+    pi = 0 and do not count; with one, they share what the others leave.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
     sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation), so this rule is
     best as far as |g| is proportional to the score. The notebook measures how far."""
-    scores = scores.double()
-    counted = scores if floor > 0 else scores[scores != 0]
-    keep = keep_probabilities(counted, rate).sum().round()
+    scores = scores.double().clamp(min=1e-100 if floor > 0 else 0.0)  # NaN stays
+    keep = keep_probabilities(scores[scores != 0], rate).sum().round()
     scores = scores.nan_to_num(math.inf)
     low, high = 1e-150, 1e150
     for _ in range(50):  # bisection of the logarithm of c
@@ -523,6 +523,24 @@ class ProportionalDPPO(Rule):
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional": ProportionalDPPO}
 
 
+# ======== Part II: the plumbing ========
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+# torch prefers it on Hopper cards, but it plans anew for every shape, thus for every token decoded,
+# and its gradients under a mask may be NaN (pytorch issue 196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def reported(what):
+    """Turns whatever is raised inside into Refused, as libraries raise nearly anything."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(f"{what}: {error.__cause__ or error}") from error
+
+
 # ---- 6. Order and precision
 def next_prompts(seen, prompt_count, seed):
     """(prompt_count,) the prompts that come next after `seen` candidates. Each epoch has its own
@@ -532,17 +550,6 @@ def next_prompts(seen, prompt_count, seed):
     for number in (epoch, epoch + 1):
         order += random.Random(f"{seed}, {number}").sample(range(prompt_count), prompt_count)
     return torch.tensor(order[start : start + prompt_count])
-
-
-@torch.no_grad()
-def frozen_logprobs(model, sequences, indices, config):
-    """{index: (length,) log-probabilities} of the completions at `indices`, without gradient."""
-    result = {}
-    for slots in pack_micro_batches(sequences, indices, config)[0]:
-        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
-        for i, of_completion in zip(chain(*slots), logprobs):
-            result[i] = of_completion[: len(sequences[i][1])]
-    return result
 
 
 class MasterAdam(torch.optim.Adam):
@@ -576,14 +583,15 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
 
     (prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their end;
     their log-probabilities."""
-    new, cache, mask = input_ids, inputs["past_key_values"], inputs["attention_mask"]
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # until transformers 5.23
+    new, cache, mask = input_ids, inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(new) if mask is None else mask  # None: no padding
     rows = torch.arange(len(mask) * samples, device=mask.device)  # those that have not ended
     tokens = mask.new_full((len(rows), generation_config.max_new_tokens), -1)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for t in range(tokens.shape[1]):
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        state = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        state = {"attention_mask": mask, "position_ids": positions, cache_name: cache}
         logits = model(new, **state, logits_to_keep=1).logits[:, -1].float() / temperature
         if t == 0:  # the prompts have been read
             cache.batch_repeat_interleave(samples)
@@ -604,8 +612,8 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
 
 
 def sample(task, prompts, samples, config):
-    """Lists of prompt ids -> (prompt ids, completion ids) of `samples` completions of each prompt,
-    and their log-probabilities from decode. A completion ends with its first end id or is cut."""
+    """Lists of prompt ids -> `samples` sequences of each prompt; (tokens,) log-probabilities of the
+    completions, from decode. A completion ends with its first end id or is cut."""
     ids = [torch.tensor(prompt, device=task.model.device) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
     settings = {"custom_generate": decode, "samples": samples, "temperature": config.temperature}
@@ -615,12 +623,13 @@ def sample(task, prompts, samples, config):
     tokens, logprobs = task.model.generate(ids.clamp(min=0), **settings)
     sequences = []
     for i, row in enumerate(tokens.tolist()):
-        sequences.append((prompts[i // samples], [token for token in row if token >= 0]))
-    return sequences, logprobs
+        completion = [token for token in row if token >= 0]
+        sequences.append(Sequence(prompts[i // samples], completion))
+    return sequences, logprobs[tokens >= 0]
 
 
 def rollout(task, examples, samples, config):
-    """-> (prompt ids, completion ids) of `samples` completions of each example, in order."""
+    """-> `samples` sequences of each example, in order."""
     started_at, sequences = time.perf_counter(), []
     size = max(1, config.rollout_batch_size // samples)
     for start in tqdm(range(0, len(examples), size), "rollout", leave=False, delay=5):
@@ -634,23 +643,27 @@ def rollout(task, examples, samples, config):
 def check_sampling(task, config):
     """Refuses a model whose trained policy is not the one that samples, which nothing else would
     reveal, since rho is taken to be 1. Log-probabilities must agree on average, as bfloat16 is
-    coarse, and logits must be those of the head, neither scaled nor capped."""
+    coarse, even beside the longest sequence there may be, as some models' positions depend on it.
+    Logits must be those of the head, neither scaled nor capped."""
     model = task.model
-    prompts = [task.train[0]["prompt_ids"], task.train[-1]["prompt_ids"]]
+    ids = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
+    shortest, longest = min(ids, key=len), max(ids, key=len)
+    prompts = [shortest, shortest[len(shortest) // 2 :]]  # of two lengths
+    longest = Sequence(longest, longest[:1] * config.max_completion_tokens)
     short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
     with reported(f"{type(model).__name__} cannot be trained here"):
         transformers.set_seed(config.seed % 2**32)
         ids = torch.tensor(prompts[:1], device=model.device)
         logits = model(ids).logits
         of_head = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-        # One rounding of bfloat16 is 5e-3. Written so that NaN fails, too.
-        if not (of_head - logits).abs().max() <= 2e-2 * logits.abs().max():
+        # One rounding of bfloat16 is 4e-3. Written so that NaN fails, too.
+        if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():
             raise Refused("its logits are scaled, capped or NaN")
         sequences, sampled = sample(task, prompts, 4, short)
-        trained, _ = completion_logprobs(model, sequences, [range(8)], config.temperature)
-        tokens = sum(len(completion) for _, completion in sequences)
-        difference = (trained - sampled[:, : trained.shape[1]]).abs().sum() / tokens
-        if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2):
+        slots = [range(8), [8]]  # the last is the longest
+        trained, _ = completion_logprobs(model, [*sequences, longest], slots, config.temperature)
+        difference = (trained[: len(sampled)] - sampled).abs().mean()
+        if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
 
 
@@ -682,8 +695,7 @@ def gsm8k_number(text):
 
 
 def gsm8k(prompts, completions, answer, **columns):
-    """1 where the number of a completion is that of the answer; None for an answer that has no ####
-    and is not itself a number."""
+    """1 where the numbers agree; None for an answer that has no #### and is not itself a number."""
     rewards = []
     for completion, gold in zip(completions, map(str, answer)):
         is_number = re.fullmatch(r"\W*[0-9][0-9.,]*\W*", gold)
@@ -721,13 +733,19 @@ def load_task(config):
     evals = {name: list(examples.values()) for name, examples in evals.items() if examples}
     task = Task(list(train.values()), evals, tokenizer, config.reward_function)
     trial = task.train[:99]
-    rewards = reward_completions(task, trial, [([], [])] * len(trial))
+    try:
+        rewards = reward_completions(task, trial, [Sequence([], [])] * len(trial))
+    except Exception as error:
+        error.add_note("In a chat, a completion is a list of messages; dppo.text_of has its text.")
+        raise
     if rewards.isnan().all() and config.reward in REWARDS:
-        raise Refused(f"--reward {config.reward} can grade no answer: see --answer_column")
+        raise Refused("no answer can be graded: choose another --reward or --answer_column")
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with reported(f"{config.model} cannot be loaded"):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
+            if hasattr(model.config, "quantization_config"):
+                raise Refused("its weights are quantized, so they cannot be trained")
     else:
         model = warm_started(tokenizer)
     task.model = model.to(DEVICE).eval()
@@ -740,14 +758,14 @@ def load_task(config):
 
 
 def reward_completions(task, examples, sequences):
-    """B examples, B G (prompt ids, completion ids) -> (B, G) float64 rewards, NaN where there is
-    none. The reward function gets all columns of the examples."""
+    """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none. The reward
+    function gets all columns of the examples."""
     samples = len(sequences) // len(examples)
     rows = [examples[i // samples] for i in range(len(sequences))]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    ids = [completion for _, completion in sequences]
+    ids = [sequence.completion for sequence in sequences]
     for row, text in zip(rows, task.tokenizer.batch_decode(ids, skip_special_tokens=True)):
         is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
         completion = [{"role": "assistant", "content": text}] if is_chat else text
@@ -770,10 +788,9 @@ def reward_completions(task, examples, sequences):
 def user_data(config):
     """-> {prompt ids: example} to train on, {name: {prompt ids: example}} to evaluate, held out if
     no evaluation set is named, and the tokenizer."""
+    load = transformers.AutoTokenizer.from_pretrained
     with reported(f"{config.model} cannot be loaded"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            config.model, trust_remote_code=False
-        )
+        tokenizer = load(config.model, trust_remote_code=False)
     train = load_examples(config.dataset, "train", config, tokenizer)
     evals = {}
     for spec in filter(None, config.eval_dataset.split(",")):
@@ -789,11 +806,11 @@ def load_examples(spec, split, config, tokenizer):
     empty and overlong prompts are left out. A split may be a slice, such as train[:900]."""
     path, *names = re.split(r":(?![^\[]*\])", spec)  # at colons, but not within train[a:b]
     split = names.pop() if names else split
-    kinds = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-    kind = kinds.get(Path(path).suffix)
-    files = {"data_files": {split.partition("[")[0]: path}} if kind else {}
+    kind = Path(path).suffix.lstrip(".").replace("jsonl", "json")
+    files = {split.partition("[")[0]: path} if kind in ("json", "csv", "parquet") else None
+    source = kind if files else path
     with reported(f"{spec} is empty or cannot be read"):
-        rows = datasets.load_dataset(kind or path, *names, split=split, **files)
+        rows = datasets.load_dataset(source, *names, split=split, data_files=files)
     rows = rows.shuffle(seed=0)  # not --seed, so that every run has the same data
     flat = rows.flatten()  # data for verl nest the answer
     prompts = [name for name in config.prompt_column.split(",") if name in flat.column_names]
@@ -851,19 +868,19 @@ def sorting_example(name, rng, tokenizer):
 
 
 def sorting_data(config):
-    """What user_data returns, for the embedded task: 1,024 prompts, and three classes held out."""
+    """What user_data returns, for the embedded task. Evaluated is the middle class alone."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     train, evals = [], {}
-    held_out = config.eval_prompts // len(SORTING)
     for name, (size, _, _) in SORTING.items():
         rng, examples = random.Random(name), {}
-        for _ in range(9 * (size + held_out)):  # some come twice
+        for _ in range(9 * (size + config.eval_prompts)):  # some come twice
             example = sorting_example(name, rng, tokenizer)
             examples[tuple(example["prompt_ids"])] = example
         train += islice(examples.items(), size)
-        evals[name] = dict(islice(examples.items(), size, size + held_out))
+        evals[name] = dict(islice(examples.items(), size, size + config.eval_prompts))
     random.Random(0).shuffle(train)
-    return dict(train), evals, tokenizer
+    print("sorts digits; accuracy is of 9 to 12 digits, the class from which one can learn")
+    return dict(train), {"middle": evals["middle"]}, tokenizer
 
 
 def warm_started(tokenizer):
@@ -890,14 +907,13 @@ def warm_started(tokenizer):
             answer = ""
             for digit in example["answer"]:
                 answer += rng.choice("0123456789") if rng.random() < noise else digit
-            sequences.append((example["prompt_ids"], tokenizer.encode(answer)))  # with the end id
+            completion = tokenizer.encode(answer)  # with the end id
+            sequences.append(Sequence(example["prompt_ids"], completion))
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / 400)
         # Imitation is a policy gradient on given completions of advantage 1.
-        shares = torch.tensor([1 / (64 * len(completion)) for _, completion in sequences])
+        shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
-    partial = cache / f"{os.getpid()}.pt"
-    torch.save(model.state_dict(), partial)
-    partial.replace(kept)  # so that there is never half a model
+    torch.save(model.state_dict(), kept)
     return model
 
 
@@ -911,12 +927,15 @@ def setting(default, text):
 def named(option, name, known):
     """A rule or a reward: a known one by its name, or the user's own as package.module:name."""
     with reported(f"--{option} {name} is not one of {', '.join(known)}"):
-        return known.get(name) or pkgutil.resolve_name(name)
+        found = known.get(name) or pkgutil.resolve_name(name)
+        if not callable(found):
+            raise Refused(f"it is a module: write {name}:NAME")
+    return found
 
 
 # What stands in for None: with --model, and for the embedded task.
-DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "steps": (300, 60)}
-DEFAULTS |= {"max_completion_tokens": (1024, 22), "reward": ("gsm8k", "exact")}
+DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "reward": ("gsm8k", "exact")}
+DEFAULTS |= {"max_completion_tokens": (1024, 22), "steps": (300, 60), "eval_every": (0, 10)}
 # The least value of the numbers that may not be 0.
 LEAST = {"prompts_per_step": 1, "group_size": 2, "inner_epochs": 1, "temperature": 1e-3}
 LEAST |= {"max_completion_tokens": 1, "max_grad_norm": 1e-6, "max_prompt_tokens": 1}
@@ -955,7 +974,7 @@ class Config:
     eval_samples: int = setting(4, "k of avg@k and pass@k")
     # The run
     steps: int | None = setting(None, "training steps; 0 only evaluates (300; embedded task 60)")
-    eval_every: int = setting(0, "steps between evaluations; 0: only before and after")
+    eval_every: int | None = setting(None, "steps between evaluations (0: none; embedded task 10)")
     save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
@@ -982,23 +1001,11 @@ class Config:
         self.reward_function = named("reward", self.reward, REWARDS)
 
 
-# ---- 13. Runs
-@dataclass
-class Run:
-    """A run between two steps."""
-
-    config: Config
-    task: Task
-    rule: Rule
-    reference: object  # the model before the first step, if there is KL
-    optimizer: MasterAdam
-    out: Path  # its folder
-    state: dict  # what it carries from step to step
-
-
-def without_nan(record):
-    """The record with None in place of NaN and infinity, which JSON lacks."""
-    return json.loads(json.dumps(record), parse_constant=lambda _: None)
+# ---- 13. Runs: a run is its records, one of step 0 and one of each step
+def as_json(value, **options):
+    """JSON with null in place of NaN and infinity, which it lacks."""
+    value = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(value, **options)
 
 
 def evaluate(task, config):
@@ -1014,59 +1021,63 @@ def evaluate(task, config):
     return {"accuracy": torch.cat(graded).mean().item(), **sets}
 
 
-def step_record(step, task):
-    """What dppo_step returned -> its part of a line of metrics.jsonl, with the first group that is
-    trained, or else the first. Means are over the window, estimated with the prompts' weights; but
+def make_step(last, task, rule, optimizer, reference, config):
+    """The step that follows the one of record `last` -> its record, with the first group that is
+    trained, or else the first. Means are over the window, estimated with the prompts' weights, but
     entropy, clip_fraction and kl over the tokens that the last update trained, without weights."""
+    started_at, rollouts_before = time.perf_counter(), task.rollout_seconds
+    # All that is random follows from the seed and the number of candidates so far. The draws have a
+    # generator of their own, with another seed: a reward function may seed torch's global one.
+    seen, mean_length = last["candidates_so_far"], last["mean_length"]
+    transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
+    generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
+    upcoming = next_prompts(seen, len(task.train), config.seed)
+    number = last["step"] + 1
+    rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
+    optimizer.param_groups[0]["lr"] = rate
+    step = dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator, config)
+    seconds, in_rollout = time.perf_counter() - started_at, task.rollout_seconds - rollouts_before
+    length = (step.w_q @ step.lengths.mean(dim=1) / step.w_q.sum()).item()
+    record = {"step": number, "candidates_so_far": seen + step.N, "learning_rate": rate}
+    record |= {"mean_length": 0.9 * (mean_length or length) + 0.1 * length}
+    record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
+    record |= {"cumulative_seconds": last["cumulative_seconds"] + seconds}
+
     B, G = step.rewards.shape
-    completions = [completion for _, completion in step.sequences]
+    completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
     equal = (step.A == 0).all(dim=1, keepdim=True).expand(B, G)
     groups = torch.stack([step.rewards, equal, step.lengths, truncated]).mean(dim=2)  # (4, B)
     w_q = step.w_q * ~step.rewards.isnan().any(dim=1)  # (B,)
     means = (groups.nan_to_num() @ w_q / w_q.sum()).tolist()
     names = ("reward", "zero_variance_fraction", "completion_length", "truncated_fraction")
-    record = {"prompts_seen": step.N, "prompts_rolled": B, **dict(zip(names, means))}
+    record |= {"prompts_seen": step.N, "prompts_rolled": B, **dict(zip(names, means))}
     record |= {"weight_max": step.w.max().item(), **step.update}
     q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
-    record["prompt"] = task.tokenizer.decode(step.sequences[G * q][0])
+    record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
     return record | {"rewards": step.rewards[q].tolist(), "weights": step.w[q].tolist()}
 
 
-def save_checkpoint(run):
-    """Saves all that a run needs to go on, first to a partial file, so that one is always whole."""
-    saved = {"method": run.config.method, "memory": run.rule.memory, "state": run.state}
-    saved["records"] = (run.out / "metrics.jsonl").stat().st_size
-    saved |= {"optimizer": run.optimizer.state_dict(), "weights": run.optimizer.masters}
-    torch.save(saved, run.out / "partial.pt")
-    (run.out / "partial.pt").replace(run.out / "checkpoint.pt")
-
-
 @torch.no_grad()
-def start(config, task):
-    """A run that is ready for its next step: a new one, or the one of --resume. The folder of a new
-    one is made last, so that a run that is refused leaves nothing behind."""
+def start(config, task, rule, optimizer):
+    """The folder of a run and its records so far: that of step 0 of a new run, or those of the run
+    of --resume, whose rule and optimizer get back what they had. The folder of a new one is made
+    last, so that a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
         raise Refused(f"{out} exists: name another --output_dir, or --resume it")
-    rule = config.rule(config, len(task.train))
-    reference = copy.deepcopy(task.model) if config.beta > 0 else None
-    optimizer = MasterAdam(task.model, config.learning_rate)
-    state = {"data": zlib.crc32(repr(task.train).encode())}  # a fingerprint
-    state |= {"step": 0, "seen": 0}  # steps made, and candidates of all their windows
-    state |= {"mean_length": None, "seconds": 0.0, "before": None}  # before: the first evaluation
-    run = Run(config, task, rule, reference, optimizer, out, state)
+    first = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
+    first |= {"method": config.method, "data": zlib.crc32(repr(task.train).encode())}
     folder = config.resume or config.history
     if folder:
         with reported(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
             saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
-            made_with = (saved["method"], saved["state"]["data"])
-        if made_with != (config.method, state["data"]):
+            records, earlier = saved["records"], saved["records"][0]
+        if any(earlier[name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
         rule.memory |= saved["memory"]
-        for name in state if config.resume else ("seen", "mean_length"):
-            state[name] = saved["state"][name]
+        first |= {name: records[-1][name] for name in ("candidates_so_far", "mean_length")}
     # A rule of the user's own should fail here rather than after the evaluation.
     prune_prompts(rule, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
     if config.resume:
@@ -1075,100 +1086,78 @@ def start(config, task):
         for name, value in asdict(config).items():
             if wanted.get(name) != value and name not in (*free, "resume"):
                 raise Refused(f"--{name} must be {wanted.get(name)!r}, as {out} was made with it")
-        if (out / "metrics.jsonl").stat().st_size < saved["records"]:
-            raise Refused(f"{out}/metrics.jsonl is shorter than it was at the checkpoint")
         optimizer.load_state_dict(saved["optimizer"])
         for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
             master.copy_(value)
             weight.copy_(value)
-        os.truncate(out / "metrics.jsonl", saved["records"])  # later steps will be repeated
-        print(f"{out}: goes on after step {state['step']} of {config.steps}")
+        print(f"{out}: goes on after step {records[-1]['step']} of {config.steps}")
     else:
-        state["before"] = evaluate(task, config)
+        first["evaluation"] = evaluate(task, config)
+        records = [first]
+        print(f"step 0: accuracy {first['evaluation']['accuracy']:.2f}")
         with reported("the folder of the run cannot be made"):
             out.mkdir(parents=True)
-        (out / "metrics.jsonl").touch()
+    (out / "metrics.jsonl").write_text("".join(as_json(record) + "\n" for record in records))
     (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
     (out / "config.partial").replace(out / "config.json")
-    return run
+    return out, records
 
 
-def make_step(run):
-    """A step, and an evaluation if one is due -> its line of metrics.jsonl."""
-    config, task, state = run.config, run.task, run.state
-    started_at, rollouts_before = time.perf_counter(), task.rollout_seconds
-    # All that is random follows from the seed and the number of candidates so far. The draws have a
-    # generator of their own, with another seed: a reward function may seed torch's global one.
-    transformers.set_seed((1_000_003 * config.seed + state["seen"]) % 2**32)
-    generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
-    upcoming = next_prompts(state["seen"], len(task.train), config.seed)
-    state["step"] += 1
-    rate = config.learning_rate * min(1.0, state["step"] / max(1, config.warmup_steps))
-    run.optimizer.param_groups[0]["lr"] = rate
-    inputs = (run.reference, upcoming, state["mean_length"], generator, config)
-    step = dppo_step(task, run.rule, run.optimizer, *inputs)
-    seconds, in_rollout = time.perf_counter() - started_at, task.rollout_seconds - rollouts_before
-    state["seconds"] += seconds
-    state["seen"] += step.N
-    record = {"step": state["step"], "learning_rate": rate, "rollout_seconds": in_rollout}
-    record |= {"train_seconds": seconds - in_rollout, "cumulative_seconds": state["seconds"]}
-    record |= step_record(step, task)
-    length = (step.w_q @ step.lengths.mean(dim=1) / step.w_q.sum()).item()
-    state["mean_length"] = 0.9 * (state["mean_length"] or length) + 0.1 * length
-    if config.eval_every and state["step"] % config.eval_every == 0:
-        record["evaluation"] = evaluate(task, config)
-    with (run.out / "metrics.jsonl").open("a") as file:
-        print(json.dumps(without_nan(record)), file=file)
-    return record
-
-
-def train(run):
-    """Makes the steps that are left, and saves the model -> the summary. The first Ctrl-C ends the
-    run after the current step, with a checkpoint; the second stops at once."""
-    config, out, state, stopping = run.config, run.out, run.state, False
+def train(config, task):
+    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends
+    the run after the current step, with all that is saved; the second stops at once."""
+    rule = config.rule(config, len(task.train))
+    reference = copy.deepcopy(task.model) if config.beta > 0 else None
+    optimizer = MasterAdam(task.model, config.learning_rate)
+    out, records = start(config, task, rule, optimizer)
 
     def stop(*_):
-        nonlocal stopping
-        stopping = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, stop)
-    after, equal, broken = None, 0, 0
-    bar = tqdm(range(state["step"], config.steps), initial=state["step"], total=config.steps)
-    for _ in bar:
-        record = make_step(run)
-        after = record.get("evaluation")
-        bar.set_postfix(reward=record["reward"], prompts_seen=record["prompts_seen"])
+    made, equal, broken = records[-1]["step"], 0, 0
+    shown = {"accuracy": records[0]["evaluation"]["accuracy"]}
+    bar = tqdm(range(made + 1, config.steps + 1), initial=made, total=config.steps)
+    for number in bar:
+        record = make_step(records[-1], task, rule, optimizer, reference, config)
+        if number == config.steps or (config.eval_every and number % config.eval_every == 0):
+            record["evaluation"] = evaluate(task, config)
+            shown["accuracy"] = record["evaluation"]["accuracy"]
+            bar.write(f"step {number}: accuracy {shown['accuracy']:.2f}")
+        bar.set_postfix(shown, reward=record["reward"], prompts_seen=record["prompts_seen"])
+        records.append(record)
+        with (out / "metrics.jsonl").open("a") as file:
+            print(as_json(record), file=file)
         equal = equal + 1 if record["grad_norm"] == 0 else 0  # steps in a row
         broken = 0 if math.isfinite(record["grad_norm"]) else broken + 1
         if broken == 10:
             raise FloatingPointError("10 updates in a row were not finite: lower --learning_rate")
         if equal == 10:
             bar.write(f"ten steps without a gradient: rewards are equal, see {out}/metrics.jsonl")
-        is_due = config.save_every and state["step"] % config.save_every == 0
-        if is_due or stopping or state["step"] == config.steps:
-            save_checkpoint(run)
+        stopping = signal.getsignal(signal.SIGINT) != stop
+        is_due = config.save_every and number % config.save_every == 0
+        if is_due or stopping or number == config.steps:
+            saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
+            torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
+            (out / "partial.pt").replace(out / "checkpoint.pt")  # so that one is always whole
         if stopping:
-            print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
-            raise KeyboardInterrupt
+            break
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = state["before"]
-    if after is None:
-        after = evaluate(run.task, config) if state["step"] else before
-    summary = {"before": before, "after": after, "seconds": state["seconds"], "device": DEVICE}
-    run.task.model.save_pretrained(out / "model")
-    run.task.tokenizer.save_pretrained(out / "model")
-    records = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    for name in ("prompts_seen", "prompts_rolled", "completions_trained", "rollout_seconds"):
-        summary[name] = sum(record[name] for record in records)
-    (out / "summary.json").write_text(json.dumps(without_nan(summary), indent=2))
+    task.model.save_pretrained(out / "model")
+    task.tokenizer.save_pretrained(out / "model")
+    if records[-1]["step"] < config.steps:
+        print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
+        raise KeyboardInterrupt
+    before, seconds = records[0]["evaluation"], records[-1]["cumulative_seconds"]
+    after = records[-1].get("evaluation") or evaluate(task, config)  # where no step was left
+    summary = {"before": before, "after": after, "seconds": seconds, "device": DEVICE}
+    (out / "summary.json").write_text(as_json(summary, indent=2))
     key = f"avg@{config.eval_samples}"
-    texts = [f"accuracy {before['accuracy']:.2f} -> {after['accuracy']:.2f}"]
-    for name in run.task.evals:
-        texts.append(f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}")
-    print(f"{', '.join(texts)} in {state['seconds']:.0f} s of training; results are in {out}")
+    texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
+    told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
+    print(f"{told}; {seconds:.0f} s of training; results are in {out}")
     return summary
 
 
@@ -1186,7 +1175,9 @@ def main():
             with reported(f"{resume}/config.json cannot be read"):
                 parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
         config = Config(**vars(parser.parse_args()))
-        train(start(config, load_task(config)))
+        if not config.model:  # half of the threads: those that wait beside another program's spin
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        train(config, load_task(config))
     except KeyboardInterrupt:
         sys.exit(130)
     except torch.OutOfMemoryError:

@@ -51,7 +51,7 @@ import transformers
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import dppo
-from dppo import Config, Task, draw, group_advantages, prune_completions, prune_prompts
+from dppo import Config, Sequence, Task, draw, group_advantages, prune_completions, prune_prompts
 
 torch.set_num_threads(1)  # the tensors are so small that more threads would wait for each other
 
@@ -169,11 +169,11 @@ def test_the_gradient_of_train_step_is_linear_in_the_shares(objective, first):
     shares = torch.linspace(0, 3, 6 * G) * torch.tensor([1, 0, 1] * 6)
     for i, A in enumerate(ADVANTAGES.flatten()):
         new, _ = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
-        old = new.detach() if first else given.old[i][None]
-        inputs = (old, given.ref[i][None], torch.tensor([new.shape[1]]), A[None], given.config)
+        old = new.detach() if first else given.old[i]
+        inputs = (old, given.ref[i], [len(new)], A.expand(len(new)), given.config)
         losses, clipped, _ = dppo.token_losses(new, *inputs)  # of this completion alone
         loss = loss + shares[i] * losses.sum()
-        clips.update(clipped.flatten().tolist())
+        clips.update(clipped.tolist())
     expected = flat_gradient(loss, given.model)
     assert (given.gradient(shares) - expected).norm() < 1e-6 * expected.norm()
     assert (True in clips) != first
@@ -186,28 +186,29 @@ PUBLISHED = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gs
 @pytest.mark.parametrize("objective", PUBLISHED)
 def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
     config = Config(objective=objective, beta=beta, max_completion_tokens=9)
-    lengths = torch.tensor([3, 1, 7, 4])
-    new, old, ref = -3 * torch.rand(3, 4, 7, generator=torch.Generator().manual_seed(0)).double()
-    A = torch.tensor([1.5, -0.5, -2.0, 0.0], dtype=torch.float64)
+    lengths = [3, 1, 7, 4]
+    repeats = torch.tensor(lengths)
+    new, old, ref = -3 * torch.rand(3, 15, generator=torch.Generator().manual_seed(6)).double()
+    A = torch.tensor([1.5, -0.5, -2.0, 0.0]).double().repeat_interleave(repeats)
     new.requires_grad_()
     losses, clipped, kl = dppo.token_losses(new, old, ref, lengths, A, config)
-    loss = (losses.sum(dim=1) / dppo.normalizer(lengths.double(), 2.5, config)).sum()
+    Z = dppo.normalizer(repeats.double(), 2.5, config).repeat_interleave(repeats)
+    loss = (losses / Z).sum()
     (down, up), expected = PUBLISHED[objective], 0.0
-    for i, length in enumerate(lengths):
-        Z = {"dr_grpo": 9, "dapo": 2.5}.get(objective, length)
-        mean = (new - old)[i, :length].mean()
-        for t in range(length):
-            rho = (mean if objective == "gspo" else (new - old)[i, t]).exp()
-            surrogate = min(rho * A[i], rho.clamp(1 - down, 1 + up) * A[i])
-            x = (ref[i, t] - new[i, t]).exp()
+    for tokens in torch.arange(15).split(lengths):  # of one completion
+        Z = {"dr_grpo": 9, "dapo": 2.5}.get(objective, len(tokens))
+        mean = (new - old)[tokens].mean()
+        for t in tokens:
+            rho = (mean if objective == "gspo" else (new - old)[t]).exp()
+            surrogate = min(rho * A[t], rho.clamp(1 - down, 1 + up) * A[t])
+            x = (ref[t] - new[t]).exp()
             k3 = x - 1 - x.log() if beta else 0.0
             expected += (beta * k3 - surrogate) / Z
-            assert clipped[i, t] == (surrogate < rho * A[i]) and abs(kl[i, t] - k3) < 1e-12
-        assert not clipped[i, length:].any()
+            assert clipped[t] == (surrogate < rho * A[t]) and abs(kl[t] - k3) < 1e-12
     assert clipped.sum() > 3 and abs(loss - expected) < 1e-12
     gradients = [torch.autograd.grad(value, new)[0] for value in (loss, expected)]
     assert torch.allclose(*gradients, rtol=0, atol=1e-12)
-    assert bool(gradients[0][3].any()) == (beta > 0)  # where A = 0
+    assert bool(gradients[0][A == 0].any()) == (beta > 0)
 
 
 def test_packing_changes_neither_log_probabilities_nor_gradients():
@@ -217,13 +218,14 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
     micro_batches, _ = dppo.pack_micro_batches(sequences, range(6 * G), given.config)
     assert len(micro_batches) > 1 and len(micro_batches[0][0]) > 1
     for slots in micro_batches:
+        batch = list(itertools.chain(*slots))
         logprobs, _ = dppo.completion_logprobs(model, sequences, slots, 1.0)
-        for i, row in zip(itertools.chain(*slots), logprobs):
+        for i, of_completion in zip(batch, logprobs.split(lengths_of(sequences, batch))):
             prompt, completion = sequences[i]
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             expected = logits.float().log_softmax(dim=-1)[range(len(completion)), completion]
-            assert torch.allclose(row[: len(completion)], expected, atol=1e-5)
-            packed += (1 + i) * row.sum()
+            assert torch.allclose(of_completion, expected, atol=1e-5)
+            packed += (1 + i) * of_completion.sum()
             alone += (1 + i) * expected.sum()
     packed, alone = flat_gradient(packed, model), flat_gradient(alone, model)
     assert (packed - alone).norm() < 1e-6 * alone.norm()
@@ -249,9 +251,25 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
         m = m or own
         Z = {"grpo": lengths, "dapo": m, "dr_grpo": config.max_completion_tokens}[objective]
         assert torch.allclose(shares, w_q[:, None] * draws[n][1] / (N * A.shape[1] * Z))
-        assert old.keys() >= set(shares.flatten().nonzero().flatten().tolist())
+        if n % 2 == 0:
+            assert old is None  # the first update trains the policy that sampled
+        else:
+            assert old.keys() >= set(shares.flatten().nonzero().flatten().tolist())
         m = 0.9 * m + 0.1 * own if n % 2 else m  # after the second update of a step
     assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
+
+
+def test_the_first_of_several_updates_clips_nothing(monkeypatch, out):
+    """Log-probabilities of another packing differ in bfloat16, by more than gspo may clip."""
+
+    def rounded(*inputs):
+        return {i: logprobs + 0.01 for i, logprobs in frozen_logprobs(*inputs).items()}
+
+    frozen_logprobs, [updates] = dppo.frozen_logprobs, spy(monkeypatch, "train_step")
+    monkeypatch.setattr(dppo, "frozen_logprobs", rounded)
+    run(out, steps=3, objective="gspo", inner_epochs=2, learning_rate=0.0)
+    clipped = [metrics["clip_fraction"] for _, metrics in updates]
+    assert max(clipped[::2]) == 0 < min(clipped[1::2])
 
 
 @pytest.mark.parametrize("method, beta", [(PAPER, 0.0), (OURS, 0.1)])
@@ -354,7 +372,7 @@ class Given:
         self.config = Config(objective=objective, **defaults | settings)
         self.model, self.reference = tiny_model(dtype), tiny_model(dtype, initializer_range=0.1)
         self.sequences = random_sequences()
-        lengths = torch.tensor([len(ids) for _, ids in self.sequences]).double().view(6, G)
+        lengths = torch.tensor(lengths_of(self.sequences)).double().view(6, G)
         self.Z = dppo.normalizer(lengths, 2.5, self.config)
         self.ref = dppo.frozen_logprobs(self.reference, self.sequences, range(6 * G), self.config)
         self.old = None if first else {i: 0.7 * logprobs for i, logprobs in self.ref.items()}
@@ -404,8 +422,14 @@ def random_sequences():
     rng, sequences = random.Random(0), []
     for i in range(6 * G):
         prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
-        sequences.append((prompt, rng.choices(range(2, 13), k=1 + i % 7)))
+        sequences.append(Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
     return sequences
+
+
+def lengths_of(sequences, indices=None):
+    """The lengths of the completions, of all or of those at `indices`."""
+    indices = range(len(sequences)) if indices is None else indices
+    return [len(sequences[i].completion) for i in indices]
 
 
 def tiny_tokenizer(chat_template=None):
@@ -461,7 +485,7 @@ def run(out, task=None, **settings):
     """A run of small steps to its end, new or resumed -> the summary."""
     defaults = {"group_size": 4, "max_completion_tokens": 8, "output_dir": str(out)}
     folder = {"resume": str(out)} if (out / "checkpoint.pt").exists() else {}
-    return dppo.train(dppo.start(Config(**defaults | folder | settings), task or tiny_task()))
+    return dppo.train(Config(**defaults | folder | settings), task or tiny_task())
 
 
 def metrics(out):
@@ -469,7 +493,8 @@ def metrics(out):
 
 
 def recorded(out, name):
-    return [record[name] for record in metrics(out)]
+    """Of each step."""
+    return [record[name] for record in metrics(out)[1:]]
 
 
 def summary_of(out):
@@ -613,7 +638,9 @@ def test_packing_takes_the_longest_that_fits_among_the_next_in_order():
 
 
 def test_a_micro_batch_has_as_many_slots_as_its_tokens_allow():
-    sequences = [([2] * 3, [3] * n) for n in (130, 50, 50, 70)]  # slots of 133: 133; 73, 53; 53
+    sequences = [
+        Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)
+    ]  # slots of 133: 133; 73, 53; 53
     for tokens, sizes in {399: [3], 398: [2, 1], 265: [1, 1, 1], 1: [1, 1, 1]}.items():
         config = Config(micro_batch_tokens=tokens)
         micro_batches, density = dppo.pack_micro_batches(sequences, [0, 1, 2, 3], config)
@@ -630,22 +657,20 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"
 def test_packed_log_probabilities_are_those_alone_also_of_many_tokens(device, dtype, tolerance):
     """Logits are made of 512 tokens at a time. Here are over a thousand."""
     model = tiny_model(dtype).to(device)
-    sequences = [(prompt, completion * 40) for prompt, completion in random_sequences()]
+    sequences = [Sequence(prompt, completion * 40) for prompt, completion in random_sequences()]
     packed, _ = dppo.completion_logprobs(model, sequences, [[0, 1, 2, 3, 4, 5], [6, 7, 8]], 0.7)
-    for i, row in enumerate(packed):
+    for i, of_completion in enumerate(packed.split(lengths_of(sequences, range(9)))):
         alone, _ = dppo.completion_logprobs(model, sequences, [[i]], 0.7)
-        length = alone.shape[1]
-        assert torch.allclose(row[:length], alone[0], rtol=tolerance, atol=tolerance)
-        assert not row[length:].any()
+        assert torch.allclose(of_completion, alone, rtol=tolerance, atol=tolerance)
 
 
 def test_log_probabilities_and_entropies_are_of_the_policy_at_its_temperature():
     model = tiny_model(torch.float32)
-    sequences = [([5, 4], [token]) for token in range(13)]
+    sequences = [Sequence([5, 4], [token]) for token in range(13)]
     slots = [[i] for i in range(13)]
     logprobs, entropies = dppo.completion_logprobs(model, sequences, slots, 0.7)
     expected = (model(torch.tensor([[5, 4]])).logits[0, -1].detach() / 0.7).log_softmax(dim=-1)
-    assert torch.allclose(logprobs.squeeze(1), expected, atol=1e-5)
+    assert torch.allclose(logprobs, expected, atol=1e-5)
     entropy = -(expected.exp() @ expected).item()
     assert entropies.allclose(torch.tensor(entropy), atol=1e-5)
 
@@ -740,6 +765,14 @@ def test_a_floor_lies_under_all_and_what_has_no_score_is_kept():
     assert rule.prompt_probabilities()[5:].min() == rule.floor
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
+def test_above_a_floor_scores_of_zero_share_what_the_others_leave(rate):
+    scores = torch.tensor([0.0] * 240 + [0.5, 1.0] * 8)
+    pi = dppo.proportional_probabilities(scores, rate, floor=0.07)
+    assert abs(pi.sum() - dppo.keep_probabilities(scores, rate).sum()) < 1e-6
+    assert pi[240:].eq(1).all() and pi[:240].std() < 1e-9
+
+
 def test_its_completions_are_scored_with_the_weight_of_their_prompt():
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 8))
     prompt_weights = torch.tensor([10.0] + [1.0] * 7).double()
@@ -813,7 +846,7 @@ def test_samples_have_the_probabilities_that_are_trained_whatever_the_model_s_de
     torch.manual_seed(0)
     sequences = dppo.rollout(task, [{"prompt_ids": prompt}], draws, config)
     counts = torch.bincount(torch.tensor([ids for _, ids in sequences]).flatten(), minlength=80)
-    each = [(prompt, [token]) for token in range(80)]
+    each = [Sequence(prompt, [token]) for token in range(80)]
     trained = dppo.frozen_logprobs(task.model, each, range(80), config)
     expected = draws * torch.cat(list(trained.values())).exp()
     chi_squared = ((counts - expected) ** 2 / expected).sum()
@@ -831,10 +864,11 @@ def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are
     sequences, sampled = dppo.sample(task, prompts, 8, config)
     assert [prompt for prompt, _ in sequences[::8]] == prompts
     trained = dppo.frozen_logprobs(task.model, sequences, range(40), config)
+    sampled = sampled.split(lengths_of(sequences))
     for i, (_, completion) in enumerate(sequences):
         assert not set(end_ids) & set(completion[:-1])
         assert completion[-1] in end_ids or len(completion) == 40
-        assert torch.allclose(sampled[i, : len(completion)], trained[i], atol=1e-4)
+        assert torch.allclose(sampled[i], trained[i], atol=1e-4)
     assert len({len(completion) for _, completion in sequences}) > 8 or not end_ids
 
 
@@ -850,26 +884,49 @@ def test_rollouts_are_split_and_keep_the_order_of_their_prompts(monkeypatch):
         calls.clear()
 
 
-MODELS = [("Qwen2ForCausalLM", {"use_cache": False}, None), ("GPT2LMHeadModel", {}, None)]
-MODELS += [("Gemma3ForCausalLM", {"sliding_window": 8}, None)]
-MODELS += [("GraniteForCausalLM", {"logits_scaling": 1.1}, "scaled, capped")]
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+YARN |= {"original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4}
+ORIGINAL = {"original_max_position_embeddings": 48}
+LONGROPE |= {"long_factor": [4.0] * 4} | ORIGINAL
+DYNAMIC_NTK = {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 100.0}
 OPT = {"tie_word_embeddings": False, "init_std": 0.4}
-MODELS += [("OPTForCausalLM", OPT, "differ by")]  # ignores position ids
-MODELS += [("Qwen3NextForCausalLM", {}, "Attention")]  # has another cache
+MODELS = [
+    ("Qwen2ForCausalLM", {"use_cache": False}, None),
+    ("GPT2LMHeadModel", {}, None),
+    ("Gemma3ForCausalLM", {"sliding_window": 8}, None),
+    ("MistralForCausalLM", {"sliding_window": 8}, None),
+    ("Qwen3ForCausalLM", {"rope_parameters": YARN}, None),
+    ("GPT2LMHeadModel", {"max_position_embeddings": 63}, "index out of range"),
+    (
+        "LlamaForCausalLM",
+        {"rope_parameters": DYNAMIC_NTK, "max_position_embeddings": 48},
+        "differ by",
+    ),
+    ("Phi3ForCausalLM", {"rope_parameters": LONGROPE} | ORIGINAL, "differ by"),
+    ("OPTForCausalLM", OPT, "differ by"),  # ignores position ids
+    ("GraniteForCausalLM", {"logits_scaling": 1.1}, "scaled, capped"),
+    ("Qwen3NextForCausalLM", {}, "Attention"),  # has another cache
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name, more, reason", MODELS)
 def test_only_models_that_sample_as_they_are_trained_are_accepted(name, more, reason, dtype):
-    task = tiny_task(model=tiny_model(dtype, name, max_position_embeddings=32, **more))
+    """Up to the last of 64 positions, of which the samples that are compared have at most 42."""
+    task = tiny_task(model=tiny_model(dtype, name, **{"max_position_embeddings": 64} | more))
     for n, example in enumerate(task.train):
         example["prompt_ids"] = (example["prompt_ids"] * 9)[: 26 - n]
-    config = Config(max_completion_tokens=6)  # up to the last of 32 positions
+    config = Config(max_completion_tokens=38)
     if reason:
         with pytest.raises(ValueError, match=f"{name} cannot be trained here: .*{reason}"):
             dppo.check_sampling(task, config)
     else:
         dppo.check_sampling(task, config)
+
+
+def test_attention_of_cudnn_is_off():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("change", ["temperature", "alternating", "NaN"])
@@ -879,7 +936,7 @@ def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypat
     def changed(model, sequences, slots, temperature):
         factor = 1.2 if change == "temperature" else 1.0
         logprobs, entropies = real(model, sequences, slots, temperature * factor)
-        signs = (-1) ** torch.arange(logprobs.shape[1])
+        signs = (-1) ** torch.arange(len(logprobs))
         return logprobs + {"NaN": math.nan, "alternating": 0.01 * signs}.get(change, 0), entropies
 
     monkeypatch.setattr(dppo, "completion_logprobs", changed)
@@ -920,7 +977,7 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
     chat = [{"role": "user", "content": "3"}]
     text = {"prompt": "12=", "prompt_ids": [1], "answer": "12", "level": 1, "completions": "x"}
     examples = [text, text | {"prompt": chat, "answer": "3", "level": 2}]
-    sequences = [([1], [3, 4, 1]), ([1], [5]), ([2], [6, 1]), ([2], [7, 7])]
+    sequences = [Sequence([1], ids) for ids in ([3, 4, 1], [5], [6, 1], [7, 7])]
     rewards = dppo.reward_completions(task, examples, sequences)
     assert rewards.nan_to_num(-1).tolist() == [[-1.0, 1.0], [0.5, 1.0]]
     assistant = [[{"role": "assistant", "content": text}] for text in ("3", "44")]
@@ -936,7 +993,10 @@ def short(prompts, completions, **columns):
 
 
 two_values = mock.Mock(return_value=[0.0, 0.0])
-mistaken = mock.Mock(side_effect=ValueError("a mistake of mine"))
+
+
+def mistaken(*_, **columns):
+    raise ValueError("a mistake of mine")
 
 
 def save_model(model, path, chat_template=None):
@@ -1000,7 +1060,7 @@ BAD_DATA = [
         "",
         "data.jsonl is empty or cannot be read",
     ),
-    ([{"question": "1", "answer": "B"}], "", "--reward gsm8k can grade no answer"),
+    ([{"question": "1", "answer": "B"}], "", "choose another --reward or --answer_column"),
     ([{"text": "1", "label": "2"}], "", "data.jsonl has ['text', 'label']: set --prompt_column"),
     (GOOD, "--eval_dataset data.jsonl:train", "data.jsonl has only prompts that are evaluated"),
     ([CHAT], "", "no chat template"),
@@ -1020,8 +1080,9 @@ def test_bad_data_are_reported_at_once(rows, arguments, message, user, refusal, 
 
 @pytest.mark.parametrize("option", ["reward", "method"])
 def test_what_one_s_own_reward_or_rule_raises_is_not_made_one_line(option, user, main):
-    with pytest.raises(ValueError, match="^a mistake of mine$"):
+    with pytest.raises(ValueError, match="^a mistake of mine") as error:
         main(**user, **{option: "test_dppo:mistaken"})
+    assert type(error.value) is ValueError
 
 
 def test_a_model_has_all_end_ids_and_its_rotary_frequencies_in_float32(user, monkeypatch):
@@ -1030,6 +1091,29 @@ def test_a_model_has_all_end_ids_and_its_rotary_frequencies_in_float32(user, mon
     assert task.model.dtype == torch.bfloat16
     assert task.end_ids == [1, 12]  # that of the tokenizer, and the model's
     assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
+
+
+def in_lower_case(prompts, completions, answer, **columns):
+    """A reward that takes every completion for a text."""
+    return [float(text.lower() == gold) for text, gold in zip(completions, answer)]
+
+
+def test_a_reward_that_cannot_read_chats_fails_with_a_note_on_text_of(user, tmp_path):
+    model = save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE)
+    with pytest.raises(AttributeError) as error:
+        dppo.load_task(Config(**user | {"model": model, "reward": "test_dppo:in_lower_case"}))
+    assert "in_lower_case" in [entry.name for entry in error.traceback]
+    [note] = error.value.__notes__
+    assert "dppo.text_of" in note
+
+
+def test_quantized_weights_are_refused(user, monkeypatch):
+    model = tiny_model(torch.float32)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    load = mock.Mock(return_value=model)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(dppo.Refused, match="its weights are quantized"):
+        dppo.load_task(Config(**user))
 
 
 CHAT_TEMPLATE = (
@@ -1073,7 +1157,8 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
         assert sorted(example["prompt"] for example in examples) == [f"{i}=" for i in numbers]
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
     load("openai/gsm8k:main:train[:9]", reward="test_dppo:short")
-    datasets.load_dataset.assert_called_with("openai/gsm8k", "main", split="train[:9]")
+    load_dataset = datasets.load_dataset
+    load_dataset.assert_called_with("openai/gsm8k", "main", split="train[:9]", data_files=None)
 
 
 def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
@@ -1122,15 +1207,16 @@ def test_rule_reward_model_and_data_may_be_one_s_own(user, main, out):
 
 # ==== 11. The embedded task ====
 @pytest.mark.parametrize("eval_prompts", [0, 2, 61, 3000])
-def test_the_embedded_task_has_its_classes_and_holds_out_as_many_of_each(eval_prompts):
+def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(eval_prompts):
     train, evals, _ = dppo.sorting_data(Config(eval_prompts=eval_prompts))
-    for name, (size, low, high) in dppo.SORTING.items():
+    for size, low, high in dppo.SORTING.values():
         of_class = [e for e in train.values() if low <= len(e["answer"]) <= high]
         assert len(of_class) == size
-        assert len(evals[name]) == min(eval_prompts // 3, 1100 - size if name == "easy" else 9999)
-        assert not train.keys() & evals[name].keys()
-        for example in [*of_class, *evals[name].values()]:
+        for example in of_class:
             assert sorted(example["prompt"]) == [*example["answer"], "="]
+    assert evals.keys() == {"middle"} and len(evals["middle"]) == eval_prompts
+    assert not train.keys() & evals["middle"].keys()
+    assert {len(e["answer"]) for e in evals["middle"].values()} <= {9, 10, 11, 12}
     assert train == dppo.sorting_data(Config(eval_prompts=99, seed=1))[0]
 
 
@@ -1139,20 +1225,20 @@ def test_first_runs_make_the_same_whole_model_and_later_ones_take_it(tmp_path, m
         model.lm_head.weight.data += sum(sequences[0][1])
 
     monkeypatch.setattr(dppo, "train_step", train_step)
-    monkeypatch.setattr(torch, "save", mock.Mock(wraps=torch.save))
     models = []
     for cache in (tmp_path / "one", tmp_path / "two", tmp_path / "two"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         models.append(dppo.warm_started(transformers.ByT5Tokenizer(extra_ids=0)).lm_head.weight)
         assert len([path for path in cache.rglob("*") if path.is_file()]) == 1
     assert torch.equal(models[0], models[1]) and torch.equal(models[1], models[2])
-    assert not [call for call in torch.save.mock_calls if "sorter" in call.args[1].name]  # half
 
 
 # ==== 12. Settings ====
 BAD_SETTINGS = [
     ("--prompt_prune_rate 1", "--prompt_prune_rate 1.0 must"),
     ("--method dpo", "--method dpo is not one of "),
+    ("--method test_dppo", "it is a module: write test_dppo:NAME"),
+    ("--reward test_dppo", "it is a module: write test_dppo:NAME"),
     ("--objective ppo", "invalid choice: 'ppo' (choose from 'grpo', 'dr_grpo'"),
     ("--chat_template_kwargs {", "--chat_template_kwargs must be a JSON object"),
     ("--dataset x", "--model or --dataset is missing"),
@@ -1198,8 +1284,9 @@ def test_a_seed_gives_the_same_metrics_however_often_one_evaluates(tmp_path):
     run(tmp_path / "first", seed=4, **settings)
     run(tmp_path / "again", seed=4, eval_every=2, **settings)
     assert records(tmp_path / "first") == records(tmp_path / "again")
-    evaluated = [line["step"] for line in metrics(tmp_path / "again") if "evaluation" in line]
-    assert evaluated == [2, 4, 6]
+    for name, expected in (("first", [0, 6]), ("again", [0, 2, 4, 6])):
+        evaluated = [line["step"] for line in metrics(tmp_path / name) if "evaluation" in line]
+        assert evaluated == expected
 
 
 def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp_path):
@@ -1211,6 +1298,8 @@ def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp
     assert len(evaluations) == 7  # before, after steps 2 and 4, and at the end
     assert run(tmp_path / "three", steps=0)["after"] == summary["before"]
     assert len(evaluations) == 8
+    lines = [record["evaluation"] for record in metrics(tmp_path / "one")[::2]]
+    assert lines == [summary["before"]] * 3  # the first line is of step 0
 
 
 def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(out):
@@ -1226,7 +1315,16 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(o
         assert "null" in (out / name).read_text() and "NaN" not in (out / name).read_text()
 
 
-def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained():
+FIRST = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
+
+
+def test_where_nothing_is_held_out_the_last_line_says_so(out, capsys):
+    run(out, tiny_task(evals=0), steps=2)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("nothing was evaluated; ")
+
+
+def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained(monkeypatch):
     task = tiny_task()
     task.end_ids = [7, 12]
     completions = ([5, 6, 12], [12], [5, 6], [5, 12], [5] * 4, [5] * 5 + [7])
@@ -1235,8 +1333,10 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     step.rewards = torch.tensor([[1, 0], [1, 1], [math.nan, 1]], dtype=torch.float64)
     step.A = group_advantages(step.rewards)
     step.w = torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]).double()
-    step.sequences = [([2 + i], ids) for i, ids in enumerate(completions)]
-    record = dppo.step_record(step, task)
+    step.sequences = [Sequence([2 + i], ids) for i, ids in enumerate(completions)]
+    monkeypatch.setattr(dppo, "dppo_step", lambda *_: step)
+    optimizer = SimpleNamespace(param_groups=[{}])
+    record = dppo.make_step(FIRST, task, None, optimizer, None, Config())
     expected = {"prompts_seen": 5, "prompts_rolled": 3, "reward": 2 / 3, "kl": 5, "weight_max": 3}
     expected |= {"zero_variance_fraction": 1 / 3, "truncated_fraction": 1 / 6}
     assert {name: record[name] for name in expected} == pytest.approx(expected)
@@ -1244,14 +1344,12 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     assert (record["rewards"], record["weights"]) == ([1, 1], [1, 3])
 
 
-def test_the_summary_has_what_the_run_cost_also_if_it_was_resumed(out):
-    run(out, steps=3, completion_prune_rate=0.9)
-    summary = run(out, steps=5, completion_prune_rate=0.9)
-    for name in ("prompts_seen", "prompts_rolled", "completions_trained", "rollout_seconds"):
-        assert summary_of(out)[name] == sum(recorded(out, name))
-        assert min(recorded(out, name)) > 0
-    training = sum(recorded(out, "train_seconds"))
-    assert summary["seconds"] == pytest.approx(summary["rollout_seconds"] + training)
+def test_the_seconds_of_a_run_are_of_all_its_steps_also_if_it_was_resumed(out):
+    run(out, steps=3)
+    summary = run(out, steps=5)
+    steps = sum(recorded(out, "rollout_seconds")) + sum(recorded(out, "train_seconds"))
+    assert min(recorded(out, "rollout_seconds") + recorded(out, "train_seconds")) > 0
+    assert summary_of(out)["seconds"] == summary["seconds"] == pytest.approx(steps)
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
@@ -1334,17 +1432,27 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "config.json"])
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
 def test_a_run_of_which_a_file_is_missing_or_cut_is_refused_and_left_as_it_is(name, out):
     run(out, steps=2)
     whole = (out / name).read_bytes()
     middle = whole[:300] + bytes(len(whole) - 600) + whole[-300:]
-    for damaged in (None, whole[:-100], middle)[: 2 if name == "metrics.jsonl" else 3]:
+    for damaged in (None, whole[:-100], middle):
         (out / name).unlink() if damaged is None else (out / name).write_bytes(damaged)
         before = files_of(out)
         with pytest.raises((ValueError, FileNotFoundError)):
             run(out, steps=4, resume=str(out))
         assert files_of(out) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n" * 9, None])
+def test_metrics_are_written_anew_from_the_checkpoint(damage, tmp_path):
+    for folder, steps in (("whole", 4), ("damaged", 2)):
+        run(tmp_path / folder, steps=steps)
+    metrics_file = tmp_path / "damaged" / "metrics.jsonl"
+    metrics_file.unlink() if damage is None else metrics_file.write_bytes(damage)
+    run(tmp_path / "damaged", steps=4)
+    assert records(tmp_path / "whole") == records(tmp_path / "damaged")
 
 
 def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
@@ -1376,14 +1484,17 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
             run(tmp_path / "other", tiny_task(prompts=prompts), **settings | other)
     monkeypatch.setattr(torch, "load", mock.Mock(wraps=torch.load))
     config = Config(**settings, output_dir=str(tmp_path / "second"))
-    second = dppo.start(config, tiny_task(prompts=4, evals=0))
+    task, rule = tiny_task(prompts=4, evals=0), config.rule(config, 4)
+    optimizer = dppo.MasterAdam(task.model, 0.0)
+    _, [first] = dppo.start(config, task, rule, optimizer)
     assert torch.load.call_args.kwargs["weights_only"]  # so that no code can run
     for name, memory in saved["memory"].items():
-        assert memory.equal(second.rule.memory[name])
+        assert memory.equal(rule.memory[name])
+    last = saved["records"][-1]
+    assert first["mean_length"] == last["mean_length"] and first["step"] == 0
     monkeypatch.setattr(transformers, "set_seed", mock.Mock())
-    assert second.state["mean_length"] == saved["state"]["mean_length"]
-    assert dppo.make_step(second)["step"] == 1
-    transformers.set_seed.assert_called_with(saved["state"]["seen"])  # no draw is made twice
+    assert dppo.make_step(first, task, rule, optimizer, None, config)["step"] == 1
+    transformers.set_seed.assert_called_with(last["candidates_so_far"])  # no draw is made twice
 
 
 @pytest.mark.parametrize("times, kept", [(1, 6), (2, 4)])
@@ -1403,16 +1514,35 @@ def test_ctrl_c_and_a_second_ctrl_c(times, kept, main, monkeypatch, capsys, out)
     assert exit_.value.code == 130
     told = capsys.readouterr()
     assert "stops after this step; Ctrl-C again stops at once" in told.err
-    assert torch.load(out / "checkpoint.pt")["state"]["step"] == kept
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == kept
+    assert (out / "model").exists() == (times == 1)
     assert (f"go on with: python dppo.py --resume='{out}'" in told.out) == (times == 1)
     main(resume=out)
     assert recorded(out, "step") == list(range(1, 10))
 
 
-def test_of_two_runs_in_the_same_folder_the_slower_is_refused(monkeypatch, out):
-    monkeypatch.setattr(dppo, "evaluate", lambda task, config: out.mkdir())  # another is faster
+def test_of_two_runs_in_a_folder_the_later_is_refused(monkeypatch, out):
+    def evaluate(task, config):
+        out.mkdir()  # meanwhile, another has begun
+        return {"accuracy": 0.0}
+
+    monkeypatch.setattr(dppo, "evaluate", evaluate)
     with pytest.raises(ValueError, match="cannot be made: .* File exists"):
         run(out)
+
+
+@pytest.mark.parametrize(
+    "threads, own_model, expected", [(4, False, [2]), (1, False, [1]), (4, True, [])]
+)
+def test_the_embedded_model_takes_half_of_the_threads(
+    threads, own_model, expected, user, main, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
+    monkeypatch.setattr(dppo, "load_task", lambda config: None)
+    monkeypatch.setattr(dppo, "train", lambda config, task: None)
+    main(**user if own_model else {})
+    assert [call.args[0] for call in torch.set_num_threads.mock_calls] == expected
 
 
 # ---- The plain command, for which the other tests leave a core idle
@@ -1438,12 +1568,15 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(pl
     out = folder / "run"
     assert process.wait() == 0, (folder / "printed").read_text()[-3000:]
     line = (folder / "printed").read_text().splitlines()[-1]
-    assert re.match(rf"accuracy .*, middle \d.\d\d -> \d.\d\d, .* results are in {out}$", line)
+    accuracies = r"accuracy: middle \d.\d\d -> \d.\d\d; \d+ s of training"
+    assert re.match(f"{accuracies}; results are in {re.escape(str(out))}$", line)
+    printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", (folder / "printed").read_text(), re.M)
+    assert printed == ["0", "10", "20", "30", "40"]
     summary = summary_of(out)
     assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.12
     files = {"metrics.jsonl", "summary.json", "config.json", "checkpoint.pt", "model"}
     assert files.issuperset(os.listdir(out))
-    assert summary["prompts_rolled"] < 0.8 * summary["prompts_seen"]
+    assert sum(recorded(out, "prompts_rolled")) < 0.8 * sum(recorded(out, "prompts_seen"))
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
     _, ids = dppo.encode_prompt("12=", Config(), tokenizer)

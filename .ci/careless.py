@@ -40,22 +40,22 @@ CHANGES = r"""
 - shares.append(w / (N * G * Z))
 + shares.append(w / (N * G))
 # the shares of the first draw used for every update: shares
-- for share in shares:
-+ for share in shares[:1] * len(shares):
+- in enumerate(shares):
++ in enumerate(shares[:1] * len(shares)):
 # one draw for every update: shares
 - for _ in range(config.inner_epochs):
 -         w = w_q[:, None] * prune_completions(rule, A, w_q, generator)  # (B, G)
 + w = w_q[:, None] * prune_completions(rule, A, w_q, generator)  # (B, G)
 +     for _ in range(config.inner_epochs):
 # divided by those that are kept: linear
-- loss = share @ losses.sum(dim=1)
-+ loss = share @ losses.sum(dim=1) / len(batch)
+- loss = share @ losses
++ loss = share @ losses / len(batch)
 # advantages centred again: linear
-- A, share = advantages[batch].to
-+ A, share = (advantages[batch] - advantages[batch].mean()).to
+- A = advantages[batch].repeat
++ A = (advantages[batch] - advantages[batch].mean()).repeat
 # advantages of other completions: linear
-- A, share = advantages[batch].to
-+ A, share = advantages[kept[: len(batch)]].to
+- A = advantages[batch].repeat
++ A = advantages[kept[: len(batch)]].repeat
 # dr_grpo scaled: shares
 - scale_by_std=config.objective != "dr_grpo"
 + scale_by_std=True
@@ -100,17 +100,17 @@ CHANGES = r"""
 - N = int((pi.cumsum(0) <= limit + 1e-9).sum())
 + N = limit
 # unlikely prompts may leave a batch empty: exactly_one
-- draw(pi / min(1, pi.sum()), generator)
-+ draw(pi, generator)
+- if pi.sum() < 1:  # a draw
++ if False:  # a draw
 # a biased rule's losses summed: biased_rule
-- w = w.sign() * N * G / w.count_nonzero().clamp(min=1)
-+ w = w.sign()
+- w *= N * G / w.sum().clamp(min=1)
++ pass
 # a biased rule's weights by the prompts kept: biased_rule
-- w = w.sign() * N * G / w.count_nonzero().clamp(min=1)
-+ w = w.sign() * len(prompts) * G / w.count_nonzero().clamp(min=1)
+- w *= N * G / w.sum().clamp(min=1)
++ w *= len(prompts) * G / w.sum().clamp(min=1)
 # a biased rule keeps its weights: biased_rule
-- if not rule.unbiased:  # equal
-+ if False:  # equal
+- if not rule.unbiased:  # L_hat
++ if False:  # L_hat
 # attention across sequences: packing
 - position_ids=position_ids, use_cache=False
 + use_cache=False
@@ -130,8 +130,8 @@ CHANGES = r"""
 - logits = head(hidden).float().div_(temperature)
 + logits = head(hidden).div_(temperature)
 # only the first 512 tokens: those_alone
-- parts = zip(hidden.split(512), targets.split(512))
-+ parts = zip(hidden.split(512), targets.roll(len(targets) > 512).split(512))
+- in zip(hidden.split(512), targets.split(512)):
++ in zip(hidden.split(512), targets.roll(len(targets) > 512).split(512)):
 # clipped on one side: formula
 - rho.clamp(1 - down, 1 + up)
 + rho.clamp(max=1 + up)
@@ -139,20 +139,20 @@ CHANGES = r"""
 - "gspo": (3e-4, 4e-4)
 + "gspo": (4e-4, 3e-4)
 # gspo's ratio a sum: formula
-- mean_log_ratio = (log_ratio * mask).sum(dim=1) / lengths  # (M,)
-+ mean_log_ratio = (log_ratio * mask).sum(dim=1)
+- [part.mean().expand_as(part)
++ [part.sum().expand_as(part)
 # KL the wrong way round: formula
 - log_ref_ratio = ref_logprobs - logprobs
 + log_ref_ratio = logprobs - ref_logprobs
-# pads count as clipped: formula
-- clipped = (surrogate < rho * A) & mask
-+ clipped = surrogate < rho * A
 # KL of the policy itself: reference_of
 - ref = frozen_logprobs(reference, sequences, trained, config)
 + ref = frozen_logprobs(task.model, sequences, trained, config)
 # the old policy lost: shares
-- if config.inner_epochs > 1:
-+ if config.inner_epochs > 9:
+- if len(shares) > 1 else None
++ if len(shares) > 9 else None
+# the first of several updates clips what is rounding: clips_nothing
+- old if number > 0 else None
++ old
 # the old policy of the last draw only: shares
 - trained = torch.stack(shares).any(dim=0)
 + trained = torch.stack(shares[:1]).any(dim=0)
@@ -182,8 +182,8 @@ CHANGES = r"""
 - (rule.unbiased and (pi[needed] == 0).any())
 + False
 # as many kept as there are: as_many_as
-- keep = keep_probabilities(counted, rate).sum().round()
-+ keep = len(counted)
+- keep = keep_probabilities(scores[scores != 0], rate).sum().round()
++ keep = (scores != 0).sum()
 # no floor under prompts: floor
 - self.config.prompt_prune_rate, self.floor)
 + self.config.prompt_prune_rate)
@@ -258,8 +258,14 @@ CHANGES = r"""
 - if not difference <= (1e-3 if model.dtype == torch.float32 else 0.2)
 + if difference > (1e-3 if model.dtype == torch.float32 else 0.2)
 # differences that cancel: noticed
-- (trained - sampled[:, : trained.shape[1]]).abs().sum()
-+ (trained - sampled[:, : trained.shape[1]]).sum().abs()
+- (trained[: len(sampled)] - sampled).abs().mean()
++ (trained[: len(sampled)] - sampled).mean().abs()
+# a check of short sequences alone: accepted
+- slots = [range(8), [8]]  # the last is the longest
++ slots = [range(8)]
+# attention of cuDNN: cudnn
+- torch.backends.cuda.enable_cudnn_sdp(False)
++ pass
 # zero is no answer: an_answer
 - wanted = "" if gold is None else str(gold).strip()
 + wanted = str(gold or "").strip()
@@ -287,9 +293,6 @@ CHANGES = r"""
 # what was named wins over the dataset's columns: columns
 - row | answer if config.reward in REWARDS else answer | row
 + row | answer
-# half a model in the cache: same_whole_model
-- partial = cache / f"{os.getpid()}.pt"
-+ partial = kept
 # settings that are NaN pass: nonsense
 - not least <= value <= most:  # NaN
 + (value < least or value > most):  # NaN
@@ -300,15 +303,15 @@ CHANGES = r"""
 - w_q = step.w_q * ~step.rewards.isnan().any(dim=1)  # (B,)
 + w_q = (~step.rewards.isnan().any(dim=1)).double()
 # a checkpoint written in place: dies_saving
-- torch.save(saved, run.out / "partial.pt")
--     (run.out / "partial.pt").replace(run.out / "checkpoint.pt")
-+ torch.save(saved, run.out / "checkpoint.pt")
+- torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
+-             (out / "partial.pt").replace(out / "checkpoint.pt")
++ torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "checkpoint.pt")
 # checkpoints may run code: with_history
 - "cpu", weights_only=True)
 + "cpu", weights_only=False)
 # rounded weights in the checkpoint: in_one
-- "weights": run.optimizer.masters}
-+ "weights": run.optimizer.weights}
+- "weights": optimizer.masters}
++ "weights": optimizer.weights}
 # masters not resumed: in_one
 - master.copy_(value)
 -             weight
@@ -319,48 +322,63 @@ CHANGES = r"""
 # memory not resumed: in_one
 - rule.memory |= saved["memory"]
 + pass
-# records not cut on resume: in_one or ctrl_c
-- os.truncate(out / "metrics.jsonl", saved["records"])
-+ pass
-# records that are cut accepted: missing_or_cut
-- < saved["records"]:
-+ < 0:
+# records of steps that are repeated stay: anew or ctrl_c
+- (out / "metrics.jsonl").write_text(
++ config.resume or (out / "metrics.jsonl").write_text(
 # the fingerprint without the answers: other_data
 - zlib.crc32(repr(task.train).encode())
 + zlib.crc32(repr(len(task.train)).encode())
 # history draws as before: with_history
-- for name in state if config.resume else ("seen", "mean_length"):
-+ for name in state if config.resume else ("mean_length",):
+- ("candidates_so_far", "mean_length")}
++ ("mean_length",)}
 # a mean length that depends on the draw: with_history
-- for name in state if config.resume else ("seen", "mean_length"):
-+ for name in state if config.resume else ("seen",):
+- ("candidates_so_far", "mean_length")}
++ ("candidates_so_far",)}
 # every step the same seed: every_step or random_numbers
-- (1_000_003 * config.seed + state["seen"])
+- (1_000_003 * config.seed + seen)
 + (1_000_003 * config.seed)
 # draws with the seed of the samples: random_numbers
 - manual_seed(torch.randint(2**32, ()).item())
 + manual_seed(torch.initial_seed())
 # no warm-up: warm_up
-- min(1.0, state["step"] / max(1, config.warmup_steps))
+- min(1.0, number / max(1, config.warmup_steps))
 + 1.0
 # the reference a trained policy: in_one
-- for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
-+ run.reference = run.reference and task.model
-+         for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
-# the last evaluation stale: not_made_twice
-- after = record.get("evaluation")
-+ after = record.get("evaluation") or after
+- reference = copy.deepcopy(task.model) if config.beta > 0 else None
+-     optimizer = MasterAdam(task.model, config.learning_rate)
+-     out, records = start(config, task, rule, optimizer)
++ optimizer = MasterAdam(task.model, config.learning_rate)
++     out, records = start(config, task, rule, optimizer)
++     reference = copy.deepcopy(task.model) if config.beta > 0 else None
+# quantized weights trained: quantized
+- if hasattr(model.config, "quantization_config"):
++ if False:
+# a module taken for a reward: settings
+- if not callable(found):
++ if False:
+# no word on chats: text_of
+- error.add_note(
++ str(
+# all threads: threads
+- torch.set_num_threads(max(1, torch.get_num_threads() // 2))
++ pass
+# the model of a run that is stopped lost: ctrl_c
+- if stopping:
+-             break
++ if stopping:
++             raise KeyboardInterrupt
+# nothing evaluated, and not said: held_out
+- if texts else "nothing was evaluated"
++ if texts else "accuracy nan -> nan"
+# the last evaluation not recorded: however_often
+- if number == config.steps or (config.eval_every and number % config.eval_every == 0):
++ if config.eval_every and number % config.eval_every == 0:
 # Ctrl-C without a checkpoint: ctrl_c
-- if is_due or stopping or state["step"]
-+ if is_due or state["step"]
-# two runs in a folder: same_folder
+- if is_due or stopping or number
++ if is_due or number
+# two runs in a folder: two_runs
 - out.mkdir(parents=True)
 + out.mkdir(parents=True, exist_ok=True)
-# a folder made before the checks: leave_nothing or reported_at_once
-- rule = config.rule(config, len(task.train))
--     reference
-+ out.mkdir(parents=True, exist_ok=True); rule = config.rule(config, len(task.train))
-+     reference
 # pruned count is rounded: floor_of
 - pruned = math.floor(rate * count + 1e-9)
 + pruned = round(rate * count)
@@ -373,21 +391,26 @@ CHANGES = r"""
 # completions pruned at the prompts' rate: every_weight or gradient_go_first
 - pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
 + pi[trainable] = keep_probabilities(scores, self.config.prompt_prune_rate)
-# gspo mean counts the padding: formula
-- mean_log_ratio = (log_ratio * mask).sum(dim=1) / lengths  # (M,)
-+ mean_log_ratio = log_ratio.mean(dim=1)  # (M,)
+# gspo's ratio is that of all completions: formula
+- log_ratio = torch.cat([part.mean().expand_as(part) for part in log_ratio.split(lengths)])
++ log_ratio = log_ratio.mean().expand_as(log_ratio)
 # clip fraction ignores the sign of a: formula
-- clipped = (surrogate < rho * A) & mask
-+ clipped = ((rho < 1 - down) | (rho > 1 + up)) & mask
+- clipped = surrogate < rho * A
++ clipped = (rho < 1 - down) | (rho > 1 + up)
 # kl has no gradient: formula
 - log_ref_ratio = ref_logprobs - logprobs
 + log_ref_ratio = ref_logprobs - logprobs.detach()
 # dr_grpo divides by the longest completion: shares
 - return torch.full_like(lengths, config.max_completion_tokens)
 + return torch.full_like(lengths, lengths.max().item())
-# zero scores count in the proportional rule: as_many_as or floor_lies
-- counted = scores if floor > 0 else scores[scores != 0]
-+ counted = scores
+# zero scores count in the proportional rule: as_many_as
+- keep_probabilities(scores[scores != 0], rate)
++ keep_probabilities(scores, rate)
+# zeros lie at the floor: zero_share
+- clamp(min=1e-100 if floor > 0 else 0.0)  # NaN stays
+-     keep = keep_probabilities(scores[scores != 0], rate)
++ clamp(min=0.0)
++     keep = keep_probabilities(scores if floor > 0 else scores[scores != 0], rate)
 # only the first end id ends a row: padded
 - live = (~torch.isin(new.squeeze(1), end_ids)).nonzero().squeeze(1)
 + live = (new.squeeze(1) != end_ids[0]).nonzero().squeeze(1)
@@ -410,10 +433,10 @@ CHANGES = r"""
 - reference = copy.deepcopy(task.model) if config.beta > 0 else None
 + reference = task.model if config.beta > 0 else None
 # only rolled prompts count as seen: every_epoch
-- state["seen"] += step.N
-+ state["seen"] += len(step.w_q)
+- "candidates_so_far": seen + step.N,
++ "candidates_so_far": seen + len(step.w_q),
 # no checkpoint after the last step: in_one
-- if is_due or stopping or state["step"] == config.steps:
+- if is_due or stopping or number == config.steps:
 + if is_due or stopping:
 """
 
