@@ -7,7 +7,7 @@ neither Diffusion Policy Policy Optimization nor Divergence PPO, which TRL calls
 GRPO answers each prompt several times and learns from the differences; a group that is all right or
 all wrong teaches nothing. DPPO prunes, at random, prompts that taught little at their last visit,
 and completions that teach little now, and divides the loss of what it keeps by the probability of
-having been kept, so the expected gradient stays that of the full batch. Slots pack what is left.
+having been kept, so the expected gradient stays that of the full batch. What is left is packed.
 
     python dppo.py                              # a small embedded model, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
@@ -25,7 +25,7 @@ paper follows. Part II is what all this runs on: rollout, rewards, model, data, 
               prompt, w_qi of a completion whose prompt was kept, w = w_q w_qi
     rho       probability of a token under the new policy over that under the old one
     beta      weight of the KL term, the divergence from a reference policy
-    l, L      loss of a completion; of the full batch, estimated by L_hat
+    l, L      loss of a completion; its mean over the N G candidates, which L_hat estimates
     Z         what the sum over a completion's token losses is divided by
     share     w/(N G Z), which multiplies that sum in L_hat
     NaN       a reward that was not given, or a score that is not yet known
@@ -94,9 +94,9 @@ def keep_probabilities(scores, rate):
     all n prunes floor(rate k) of them. The others, and those without a score (NaN), have pi = 1.
 
     The paper's Algorithm 1 reportedly removes the lowest scores outright: pi = 0 where the gradient
-    is not 0, against its own proof. Here as many of the low ones go, and chance decides which."""
+    is not 0, against its own proof. Here as many go, but chance decides which of the low ones."""
     scores = scores.double()
-    low = scores < scores.nanmean() * (1 - 1e-6)  # by more than rounding; NaN < x is False
+    low = scores < scores.nanmean() * (1 - 1e-6)  # 1e-6: rounding; a NaN is never low
     count = int(low.sum())
     pruned = math.floor(rate * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
     pi = torch.ones_like(scores)
@@ -110,7 +110,7 @@ def draw(pi, generator):
 
     This is systematic sampling. The items are laid end to end in random order, each as long as
     its pi, and a comb with teeth at u, u + 1, u + 2, ... is held over them, for one u uniform in
-    [0, 1). A tooth keeps the item that it falls on, which has probability pi. In all, sum(pi) are
+    [0, 1). An item is kept if a tooth falls on it, with probability pi. In all, sum(pi) are
     kept, rounded down or up. In the order 0.5, 1, 0.25, 0.25, u = 0.6 keeps the 2nd and 3rd."""
     order = torch.randperm(len(pi), generator=generator)
     ends = pi[order].cumsum(0)
@@ -187,11 +187,10 @@ class Refused(ValueError):
 
 
 def check_probabilities(rule, pi, needed):
-    """Refuses what would silently bias the gradient of somebody's own rule: pi must be positive
-    where `needed` is True. A rule that says that it is biased must at least keep a prompt."""
+    """Refuses what is no probability, and pi = 0 where `needed`, which would bias the gradient in
+    silence, unless the rule says that it is biased."""
     valid = pi.shape == needed.shape and bool(((pi >= 0) & (pi <= 1 + 1e-9)).all())  # NaN fails
-    no_prompt = pi.dim() == 1 and not pi.any()
-    if not valid or no_prompt or (rule.unbiased and (pi[needed] == 0).any()):
+    if not valid or (rule.unbiased and (pi[needed] == 0).any()):
         shape = tuple(needed.shape)
         raise Refused(f"a rule needs pi of shape {shape}, 0 < pi <= 1 where there is a gradient")
 
@@ -204,13 +203,15 @@ def prune_prompts(rule, upcoming, limit, generator):
     keeps sum(pi) prompts, rounded down or up, so B is `limit` or one less, unless prompts run out.
     Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
 
-    A window that runs into the next epoch may hold a prompt twice, as two candidates. All windows
-    count the same, so over an epoch a prompt with pi < 1 counts about (1 - pi)/limit less."""
+    A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt of
+    low pi makes its window longer, so over an epoch it counts less, by about (1 - pi)/limit."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
     N = int((pi.cumsum(0) <= limit + 1e-9).sum())
     pi = pi[:N]  # (N,)
+    if not pi.any():
+        raise Refused("a rule needs pi > 0 for at least one of the upcoming prompts")
     if pi.sum() < 1:  # a draw might keep none; scaled to the sum 1, it keeps exactly one
         pi = pi / pi.sum()
     weights = draw(pi, generator)
@@ -300,7 +301,7 @@ def token_logprobs(head, hidden, targets, temperature):
 
 def completion_logprobs(model, sequences, slots, temperature):
     """The forward pass over packed slots -> (tokens,) log-probabilities of the tokens of their
-    completions, one completion after the other; (tokens,) entropies."""
+    completions, one after the other in the order of the slots; (tokens,) entropies."""
     table = lay_out(sequences, slots)
     places = table[:, :, 2].flatten().nonzero().squeeze(1).to(model.device)  # (tokens,)
     input_ids, position_ids, _ = table.to(model.device).unbind(dim=2)  # (slots, length) each
@@ -311,12 +312,10 @@ def completion_logprobs(model, sequences, slots, temperature):
     # 8,192 tokens of Qwen have 5 GB of logits. So only completions get them, 512 tokens at a time,
     # and the backward pass computes them again.
     options = {"use_reentrant": False, "preserve_rng_state": False}
-    logprobs, entropies = [], []
+    parts = []
     for states, ids in zip(hidden.split(512), targets.split(512)):
-        of_part = checkpoint(token_logprobs, head, states, ids, temperature, **options)
-        logprobs.append(of_part[0])
-        entropies.append(of_part[1])
-    return torch.cat(logprobs), torch.cat(entropies)
+        parts.append(checkpoint(token_logprobs, head, states, ids, temperature, **options))
+    return [torch.cat(part) for part in zip(*parts)]
 
 
 @torch.no_grad()
@@ -336,9 +335,9 @@ CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gsp
 
 
 def token_losses(logprobs, old_logprobs, ref_logprobs, lengths, A, config):
-    """(tokens,) new, old and, if beta > 0, reference log-probabilities of the tokens of several
-    completions, the list of their lengths, (tokens,) the A of each token's completion -> (tokens,)
-    losses; (tokens,) whether a token is clipped; (tokens,) KL.
+    """Of each token of several completions, its new, old and, if beta > 0, reference
+    log-probability, and the A of its completion -> its loss; whether it is clipped; its KL. All are
+    (tokens,), but `lengths` is a list, of the completions' lengths.
 
         loss = -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL
 
@@ -388,8 +387,8 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
     model.zero_grad()
     tokens = sum(len(sequences[i].completion) for i in kept)
     metrics = {"completions_trained": len(kept), "tokens_trained": tokens, "slot_density": density}
-    means = zip(("entropy", "clip_fraction", "kl"), (sums / max(1, tokens)).tolist())
-    return metrics | {"grad_norm": grad_norm} | dict(means)
+    entropy, clip, kl = (sums / max(1, tokens)).tolist()
+    return metrics | {"grad_norm": grad_norm, "entropy": entropy, "clip_fraction": clip, "kl": kl}
 
 
 # ---- 4. The step: the paper's algorithm
@@ -463,8 +462,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 # ---- 5. Beyond the paper: keep in proportion to the score
 def proportional_probabilities(scores, rate, floor=0.0):
     """Scores >= 0 of any shape -> float64 pi = min(1, c score), at least `floor`, and 1 where there
-    is no score (NaN). As many are kept as by keep_probabilities. Without a floor, scores of 0 get
-    pi = 0 and do not count; with one, they share what the others leave.
+    is no score (NaN). Their sum is that of keep_probabilities, or more if `floor` is that high.
+    Without a floor, scores of 0 get pi = 0 and are not counted; with one, 0 is a tiny score.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
     sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation), so this rule is
@@ -479,7 +478,7 @@ def proportional_probabilities(scores, rate, floor=0.0):
             low = c
         else:
             high = c
-    return (high * scores).clamp(floor, 1)  # sums to `keep`, or hardly more
+    return (high * scores).clamp(floor, 1)  # sums to `keep`, unless `floor` is higher
 
 
 class ProportionalDPPO(Rule):
@@ -516,7 +515,6 @@ class ProportionalDPPO(Rule):
         i = torch.arange(n)[:, None]  # (n, 1)
         all_right = ((a + i) / (a + b + i)).prod(dim=0)  # (B,)
         all_wrong = ((b + i) / (a + b + i)).prod(dim=0)  # (B,)
-        # A prompt that is there twice gets the same score twice.
         self.memory["score"][prompts] = (1 - all_right - all_wrong).sqrt()
 
 
@@ -527,8 +525,8 @@ RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional":
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-# torch prefers it on Hopper cards, but it plans anew for every shape, thus for every token decoded,
-# and its gradients under a mask may be NaN (pytorch issue 196678).
+# cuDNN's attention, torch's choice on Hopper cards, plans anew for every shape, so for every token
+# decoded, and its gradients under a mask may be NaN (pytorch issue 196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -583,7 +581,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
 
     (prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their end;
     their log-probabilities."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # until transformers 5.23
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until 5.23
     new, cache, mask = input_ids, inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(new) if mask is None else mask  # None: no padding
     rows = torch.arange(len(mask) * samples, device=mask.device)  # those that have not ended
@@ -623,8 +621,7 @@ def sample(task, prompts, samples, config):
     tokens, logprobs = task.model.generate(ids.clamp(min=0), **settings)
     sequences = []
     for i, row in enumerate(tokens.tolist()):
-        completion = [token for token in row if token >= 0]
-        sequences.append(Sequence(prompts[i // samples], completion))
+        sequences.append(Sequence(prompts[i // samples], [token for token in row if token >= 0]))
     return sequences, logprobs[tokens >= 0]
 
 
@@ -642,25 +639,25 @@ def rollout(task, examples, samples, config):
 @torch.no_grad()
 def check_sampling(task, config):
     """Refuses a model whose trained policy is not the one that samples, which nothing else would
-    reveal, since rho is taken to be 1. Log-probabilities must agree on average, as bfloat16 is
-    coarse, even beside the longest sequence there may be, as some models' positions depend on it.
-    Logits must be those of the head, neither scaled nor capped."""
+    reveal, since rho is taken to be 1. Log-probabilities must agree on average (each differs a bit
+    in bfloat16), also if the longest possible sequence is in the batch, which moves positions in
+    some models. Logits must be those of the head, neither scaled nor capped."""
     model = task.model
-    ids = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
-    shortest, longest = min(ids, key=len), max(ids, key=len)
-    prompts = [shortest, shortest[len(shortest) // 2 :]]  # of two lengths
-    longest = Sequence(longest, longest[:1] * config.max_completion_tokens)
+    prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
+    prompts.sort(key=len)
+    longest = Sequence(prompts[-1], prompts[-1][:1] * config.max_completion_tokens)
+    prompts = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]  # the shortest, and half of it
     short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
     with reported(f"{type(model).__name__} cannot be trained here"):
         transformers.set_seed(config.seed % 2**32)
         ids = torch.tensor(prompts[:1], device=model.device)
         logits = model(ids).logits
         of_head = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-        # One rounding of bfloat16 is 4e-3. Written so that NaN fails, too.
+        # One rounding to bfloat16 is up to 4e-3. Written so that NaN fails, too.
         if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():
             raise Refused("its logits are scaled, capped or NaN")
         sequences, sampled = sample(task, prompts, 4, short)
-        slots = [range(8), [8]]  # the last is the longest
+        slots = [range(8), [8]]  # the samples; the longest sequence
         trained, _ = completion_logprobs(model, [*sequences, longest], slots, config.temperature)
         difference = (trained[: len(sampled)] - sampled).abs().mean()
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1):
@@ -672,7 +669,7 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-
 
 
 def text_of(completion):
-    """The text of a completion, which is a message if its prompt is a chat."""
+    """The text of a completion, which is a list of one message if its prompt is a chat."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -718,7 +715,7 @@ class Task:
     tokenizer: object
     reward: object  # a function
     model: object = None
-    end_ids: list = field(default_factory=list)  # all that end a completion: Qwen has two
+    end_ids: tuple | list = ()  # all that end a completion: Qwen has two
     rollout_seconds: float = 0.0  # so far
 
 
@@ -759,7 +756,7 @@ def load_task(config):
 
 def reward_completions(task, examples, sequences):
     """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none. The reward
-    function gets all columns of the examples."""
+    function gets the columns of the data. Refuses what are not finite numbers or None."""
     samples = len(sequences) // len(examples)
     rows = [examples[i // samples] for i in range(len(sequences))]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
@@ -788,9 +785,9 @@ def reward_completions(task, examples, sequences):
 def user_data(config):
     """-> {prompt ids: example} to train on, {name: {prompt ids: example}} to evaluate, held out if
     no evaluation set is named, and the tokenizer."""
-    load = transformers.AutoTokenizer.from_pretrained
+    options = {"trust_remote_code": False}
     with reported(f"{config.model} cannot be loaded"):
-        tokenizer = load(config.model, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, **options)
     train = load_examples(config.dataset, "train", config, tokenizer)
     evals = {}
     for spec in filter(None, config.eval_dataset.split(",")):
@@ -822,7 +819,7 @@ def load_examples(spec, split, config, tokenizer):
         text = values[prompts[0]]
         with reported(f"{spec} has a prompt that cannot be encoded"):
             prompt, ids = encode_prompt(text or "", config, tokenizer)
-        # TRL's rewards look for one of these names. A reward of one's own gets its columns as is.
+        # Ours and TRL's read one of these names; one's own reward keeps columns that have them.
         answer = dict.fromkeys(("answer", "solution"), values[answers[0]]) if answers else {}
         if text and 0 < len(ids) <= config.max_prompt_tokens:
             row = row | answer if config.reward in REWARDS else answer | row
@@ -842,7 +839,7 @@ def encode_prompt(prompt, config, tokenizer):
         if system:
             others = [message for message in prompt if message["role"] != "system"]
             prompt = [{"role": "system", "content": system}, *others]
-        options = {"add_generation_prompt": True, "return_dict": False} | config.template_kwargs
+        options = config.template_kwargs | {"add_generation_prompt": True, "return_dict": False}
         return prompt, tokenizer.apply_chat_template(prompt, **options)
     if isinstance(prompt, list):
         raise Refused(f"it is a chat, but {config.model} has no chat template")
@@ -907,13 +904,14 @@ def warm_started(tokenizer):
             answer = ""
             for digit in example["answer"]:
                 answer += rng.choice("0123456789") if rng.random() < noise else digit
-            completion = tokenizer.encode(answer)  # with the end id
-            sequences.append(Sequence(example["prompt_ids"], completion))
+            sequences.append(Sequence(example["prompt_ids"], tokenizer.encode(answer)))
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / 400)
         # Imitation is a policy gradient on given completions of advantage 1.
         shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
-    torch.save(model.state_dict(), kept)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), partial)
+    partial.replace(kept)  # so that there is never half a model
     return model
 
 
@@ -929,7 +927,7 @@ def named(option, name, known):
     with reported(f"--{option} {name} is not one of {', '.join(known)}"):
         found = known.get(name) or pkgutil.resolve_name(name)
         if not callable(found):
-            raise Refused(f"it is a module: write {name}:NAME")
+            raise Refused("it cannot be called; write module:name")
     return found
 
 
@@ -1003,13 +1001,12 @@ class Config:
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
 def as_json(value, **options):
-    """JSON with null in place of NaN and infinity, which it lacks."""
-    value = json.loads(json.dumps(value), parse_constant=lambda _: None)
-    return json.dumps(value, **options)
+    """JSON, which lacks NaN and infinity: they become null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), **options)
 
 
 def evaluate(task, config):
-    """-> avg@k and pass@k of each evaluation set, and `accuracy`, the mean reward over all sets."""
+    """-> avg@k and pass@k of each set, and `accuracy` over all, of prompts graded in full."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
     k = config.eval_samples
     sets, graded = {}, [torch.zeros(0)]
@@ -1068,7 +1065,8 @@ def start(config, task, rule, optimizer):
     if out.exists() and not config.resume:
         raise Refused(f"{out} exists: name another --output_dir, or --resume it")
     first = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
-    first |= {"method": config.method, "data": zlib.crc32(repr(task.train).encode())}
+    data = repr([(row["prompt"], row.get("answer")) for row in task.train])
+    first |= {"method": config.method, "data": zlib.crc32(data.encode())}
     folder = config.resume or config.history
     if folder:
         with reported(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
@@ -1095,17 +1093,17 @@ def start(config, task, rule, optimizer):
         first["evaluation"] = evaluate(task, config)
         records = [first]
         print(f"step 0: accuracy {first['evaluation']['accuracy']:.2f}")
-        with reported("the folder of the run cannot be made"):
-            out.mkdir(parents=True)
-    (out / "metrics.jsonl").write_text("".join(as_json(record) + "\n" for record in records))
-    (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
-    (out / "config.partial").replace(out / "config.json")
+    with reported(f"{out} cannot be written"):
+        out.mkdir(parents=True, exist_ok=bool(config.resume))
+        (out / "metrics.jsonl").write_text("".join(as_json(record) + "\n" for record in records))
+        (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
+        (out / "config.partial").replace(out / "config.json")
     return out, records
 
 
 def train(config, task):
-    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends
-    the run after the current step, with all that is saved; the second stops at once."""
+    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
+    after the current step, all saved, in KeyboardInterrupt; the second stops at once."""
     rule = config.rule(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
@@ -1117,15 +1115,15 @@ def train(config, task):
 
     signal.signal(signal.SIGINT, stop)
     made, equal, broken = records[-1]["step"], 0, 0
-    shown = {"accuracy": records[0]["evaluation"]["accuracy"]}
+    evaluations = [record["evaluation"] for record in records if "evaluation" in record]
     bar = tqdm(range(made + 1, config.steps + 1), initial=made, total=config.steps)
     for number in bar:
         record = make_step(records[-1], task, rule, optimizer, reference, config)
         if number == config.steps or (config.eval_every and number % config.eval_every == 0):
             record["evaluation"] = evaluate(task, config)
-            shown["accuracy"] = record["evaluation"]["accuracy"]
-            bar.write(f"step {number}: accuracy {shown['accuracy']:.2f}")
-        bar.set_postfix(shown, reward=record["reward"], prompts_seen=record["prompts_seen"])
+            evaluations.append(record["evaluation"])
+            bar.write(f"step {number}: accuracy {evaluations[-1]['accuracy']:.2f}")
+        bar.set_postfix(reward=record["reward"], accuracy=evaluations[-1]["accuracy"])
         records.append(record)
         with (out / "metrics.jsonl").open("a") as file:
             print(as_json(record), file=file)
@@ -1170,12 +1168,13 @@ def main():
     options["formatter_class"] = argparse.HelpFormatter
     parser = transformers.HfArgumentParser(Config, **options)
     try:
-        resume = parser.parse_args().resume
-        if resume:  # its settings, but for those given beside it
+        resume, stored = parser.parse_args().resume, []
+        if resume:  # its settings, before those given beside it, as the last one counts
             with reported(f"{resume}/config.json cannot be read"):
-                parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
-        config = Config(**vars(parser.parse_args()))
-        if not config.model:  # half of the threads: those that wait beside another program's spin
+                settings = json.loads(Path(resume, "config.json").read_text()).items()
+            stored = [f"--{name}={value}" for name, value in settings]
+        config = Config(**vars(parser.parse_args(stored + sys.argv[1:])))
+        if not config.model:  # half of the threads: as they wait, they spin, slow on shared cores
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         train(config, load_task(config))
     except KeyboardInterrupt:
