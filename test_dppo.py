@@ -1,5 +1,7 @@
 """A proof that dppo.py prunes without bias, and then its other guarantees: python -m pytest -q
 
+The first test is the idea, by hand, in four numbers. Then follows the proof for the whole step.
+
 THEOREM. Let everything of a step be given but what is pruned: the policy theta, an unbiased rule
 and its memory, the order of the prompts, the completions of the N candidates and, for dapo, the
 mean length of earlier steps. (A pruned prompt has no completions. Those given for it are what it
@@ -7,9 +9,12 @@ would have had, of the same distribution, if it had been kept.) Then the loss L_
 has, on average over the draws of prompts and completions to keep, the gradient of the full loss L,
 the mean of l_i over all N G completions: E[grad L_hat] = grad L.
 
-PROOF. Each step has its test, in this order; step 1 has two.
+PROOF. Each step has its tests, in this order. Step 1 is a lemma. The tests of 1 and 6 are instances
+of it and of the theorem, in which every outcome of the draws is enumerated.
 
-  1. Each weight w_i = w_q w_qi has expectation 1, unless l_i has no gradient.
+  1. Where pi > 0, a draw gives a weight of expectation pi (1/pi) + (1 - pi) 0 = 1, as a tooth of
+     its comb falls on an item with probability pi. The pi of completions are fixed once prompts
+     are drawn, so w_i = w_q w_qi has expectation 1, too, unless l_i has no gradient.
   2. The gradient of train_step is linear in the shares: it is sum_i share_i h_i, where h_i is the
      gradient of the sum of the token losses of completion i alone.
   3. Token losses and Z are the formulas of the objective: l_i is 1/Z_i times that sum.
@@ -19,10 +24,11 @@ PROOF. Each step has its test, in this order; step 1 has two.
   6. Hence E[grad L_hat] = sum_i E[w_i] h_i/(N G Z_i) = grad L. A small Qwen3 shows it: the gradient
      of dppo_step itself, averaged over every outcome of both draws, is that of the full batch.
 
-Then come six ways to lose unbiasedness, of which dppo.py refuses the third. Not proven: that random
-numbers are random, and draws independent; that a rollout has the same distribution whichever other
-prompts survive; anything about the update, as Adam and clipping the norm are not linear; and
-updates after the first on one rollout, for which prompts cannot be drawn anew.
+Then come six ways to lose unbiasedness, of which dppo.py refuses the third, and what a policy
+learns without it. Not proven: that random numbers are random (one test counts them), and draws
+independent; that a rollout has the same distribution whichever other prompts survive; anything
+about the update, as Adam and clipping the norm are not linear; and updates after the first on one
+rollout, for which prompts cannot be drawn anew.
 """
 
 import itertools
@@ -31,11 +37,9 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import fields
 from functools import partial
@@ -54,6 +58,31 @@ import dppo
 from dppo import Config, Sequence, Task, draw, group_advantages, prune_completions, prune_prompts
 
 torch.set_num_threads(1)  # the tensors are so small that more threads would wait for each other
+
+
+# ==== By hand ====
+def test_four_gradients_of_mean_2_have_it_on_average_although_two_are_always_pruned():
+    gradients, scores = torch.tensor([4.0, 2.0, 1.0, 1.0]), torch.tensor([3.0, 1.0, 1.0, 1.0])
+    pi = dppo.keep_probabilities(scores, rate=0.7)  # of three low ones floor(0.7 * 3) are pruned
+    assert pi.tolist() == [1, 1 / 3, 1 / 3, 1 / 3]
+    outcomes = set()
+    for seed in range(50):
+        weights = draw(pi, torch.Generator().manual_seed(seed))
+        outcomes.add(tuple(weights.tolist()))
+    assert outcomes == {(1, 3, 0, 0), (1, 0, 3, 0), (1, 0, 0, 3)}  # equally likely
+    estimates = [(torch.tensor(weights) * gradients).mean().item() for weights in outcomes]
+    assert sorted(estimates) == [(4 + 3) / 4, (4 + 3) / 4, (4 + 6) / 4]
+    assert sum(estimates) / 3 == gradients.mean() == 2  # and without weights 8/3, of what is kept
+
+
+def test_with_real_random_numbers_a_draw_keeps_each_item_as_often_as_its_pi_says():
+    pi = torch.tensor([0.02, 0.2, 0.3, 0.5, 0.9, 1.0, 0.25, 0.0], dtype=torch.float64)
+    generator, draws = torch.Generator().manual_seed(0), 10_000
+    kept = torch.zeros(8)
+    for _ in range(draws):
+        kept += draw(pi, generator) > 0
+    assert ((kept - draws * pi).abs() <= 3.5 * (draws * pi * (1 - pi)).sqrt()).all()
+
 
 # ==== The proof ====
 # Six prompts with three completions each. The second was never visited, so it has no score. In the
@@ -84,10 +113,15 @@ def rule_with_history(method=PAPER, r_q=0.7, r_o=0.7, beta=0.0):
     return rule
 
 
+# An expectation is a sum over all outcomes, each times its probability, so chance is replaced by
+# enumeration. every_draw has all outcomes of one draw, which depends on two random things alone, an
+# order and a number u: it patches both, to run the real draw on every order and, as the weights are
+# piecewise constant in u, on one u of each piece. every_result has all outcomes of a function that
+# draws several times, like dppo_step, where later pi depend on earlier draws: it replays the
+# function, and each time it gets to a draw that has no outcome yet, tries all that this may have.
 def every_draw(pi):
-    """All outcomes of draw(pi) -> [(probability, (n,) weights)], by running it along every order,
-    with one u between any two places where an outcome changes, which are the ends of items modulo
-    1. Items with pi of 0 or 1 shift the others by whole numbers only."""
+    """All outcomes of draw(pi) -> [(probability, (n,) weights)]. The pieces of u end where items
+    do, modulo 1. Items with pi of 0 or 1 shift the others by whole numbers only."""
     fixed = [i for i in range(len(pi)) if pi[i] in (0, 1)]
     orders = list(itertools.permutations(set(range(len(pi))) - set(fixed)))
     outcomes = Counter()
@@ -105,8 +139,8 @@ def every_draw(pi):
 
 
 def every_result(function):
-    """All outcomes of a function, however often it draws -> [(probability, result)]. It is run from
-    its beginning on a sequence of outcomes; where it draws once more, that gives longer ones."""
+    """All outcomes of a function, however often it draws -> [(probability, result)]. A path is the
+    outcomes of its draws so far; one draw more raises EOFError, and gives longer paths."""
     results, paths = [], [(1.0, [])]
     for probability, path in paths:
         try:
@@ -160,23 +194,28 @@ def test_every_weight_has_expectation_one_unless_there_is_no_gradient():
     assert min(map(len, seen)) > 1 and len(set(seen)) == len(seen)
 
 
-# Given() has the completions that all prompts have, or would have had, a small model, an old policy
-# and a reference; given.gradient(shares) is the gradient of train_step. It stands after the proof.
+# Given(), after the proof, has the completions of all prompts, a small model, an old policy and a
+# reference; given.gradient(shares) is the gradient of train_step.
+def alone(given, i):
+    """(tokens,) losses, whether clipped, KL and entropies of completion i by itself."""
+    new, entropies = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
+    old = given.old[i] if given.old else new.detach()
+    A = ADVANTAGES.flatten()[i].expand(len(new))
+    return *dppo.token_losses(new, old, given.ref[i], [len(new)], A, given.config), entropies
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
 def test_the_gradient_of_train_step_is_linear_in_the_shares(objective, first):
-    given, loss, clips = Given(objective, first), 0.0, set()
+    given, loss, clips = Given(objective, first), 0.0, 0
     shares = torch.linspace(0, 3, 6 * G) * torch.tensor([1, 0, 1] * 6)
-    for i, A in enumerate(ADVANTAGES.flatten()):
-        new, _ = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
-        old = new.detach() if first else given.old[i]
-        inputs = (old, given.ref[i], [len(new)], A.expand(len(new)), given.config)
-        losses, clipped, _ = dppo.token_losses(new, *inputs)  # of this completion alone
-        loss = loss + shares[i] * losses.sum()
-        clips.update(clipped.tolist())
+    for i, share in enumerate(shares):
+        losses, clipped, _, _ = alone(given, i)
+        loss = loss + share * losses.sum()
+        clips += clipped.sum()
     expected = flat_gradient(loss, given.model)
     assert (given.gradient(shares) - expected).norm() < 1e-6 * expected.norm()
-    assert (True in clips) != first
+    assert (clips == 0) == first
 
 
 PUBLISHED = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
@@ -188,7 +227,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
     config = Config(objective=objective, beta=beta, max_completion_tokens=9)
     lengths = [3, 1, 7, 4]
     repeats = torch.tensor(lengths)
-    new, old, ref = -3 * torch.rand(3, 15, generator=torch.Generator().manual_seed(6)).double()
+    new, old, ref = -3 * torch.rand(3, 15, generator=torch.Generator().manual_seed(34)).double()
     A = torch.tensor([1.5, -0.5, -2.0, 0.0]).double().repeat_interleave(repeats)
     new.requires_grad_()
     losses, clipped, kl = dppo.token_losses(new, old, ref, lengths, A, config)
@@ -212,20 +251,28 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
 
 
 def test_packing_changes_neither_log_probabilities_nor_gradients():
-    """Against the model's own forward pass on one sequence at a time."""
-    given = Given()
-    model, sequences, packed, alone = given.model, given.sequences, 0.0, 0.0
+    """Against the model's own forward pass on one sequence at a time. Logits are made of 512 tokens
+    at a time. Here are more."""
+    given = Given(micro_batch_tokens=2000)
+    sequences = [Sequence(prompt, 20 * completion) for prompt, completion in given.sequences]
+    model, packed, alone = given.model, 0.0, 0.0
     micro_batches, _ = dppo.pack_micro_batches(sequences, range(6 * G), given.config)
-    assert len(micro_batches) > 1 and len(micro_batches[0][0]) > 1
+    assert sum(lengths_of(sequences)) > 512 * len(micro_batches)
+    assert min(len(micro_batches), max(map(len, micro_batches[0]))) > 1
     for slots in micro_batches:
         batch = list(itertools.chain(*slots))
-        logprobs, _ = dppo.completion_logprobs(model, sequences, slots, 1.0)
-        for i, of_completion in zip(batch, logprobs.split(lengths_of(sequences, batch))):
+        logprobs, entropies = dppo.completion_logprobs(model, sequences, slots, 0.7)
+        lengths = lengths_of([sequences[i] for i in batch])
+        for i, *of_completion in zip(batch, logprobs.split(lengths), entropies.split(lengths)):
             prompt, completion = sequences[i]
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.float().log_softmax(dim=-1)[range(len(completion)), completion]
-            assert torch.allclose(of_completion, expected, atol=1e-5)
-            packed += (1 + i) * of_completion.sum()
+            distributions = (logits.float() / 0.7).log_softmax(dim=-1)
+            expected = distributions[range(len(completion)), completion]
+            entropy = -(distributions.exp() * distributions).sum(dim=-1)
+            assert torch.allclose(
+                torch.stack(of_completion), torch.stack([expected, entropy]), atol=1e-4
+            )
+            packed += (1 + i) * of_completion[0].sum()
             alone += (1 + i) * expected.sum()
     packed, alone = flat_gradient(packed, model), flat_gradient(alone, model)
     assert (packed - alone).norm() < 1e-6 * alone.norm()
@@ -238,7 +285,7 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
     task, m = tiny_task(prompts=48), None
     run(out, task, objective=objective, prompts_per_step=8, inner_epochs=2, steps=12)
     assert max(N for _, (N, _, _) in windows) > 8
-    for n, ((_, _, sequences, A, shares, old, _, config), _) in enumerate(updates):
+    for n, ((_, _, sequences, A, shares, _, _, config), _) in enumerate(updates):
         N, prompts, w_q = windows[1 + n // 2][1]  # the first was a trial of the rule
         ids, completions = zip(*sequences)
         assert list(ids[:: A.shape[1]]) == [task.train[q]["prompt_ids"] for q in prompts]
@@ -250,42 +297,56 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
         own = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
         m = m or own
         Z = {"grpo": lengths, "dapo": m, "dr_grpo": config.max_completion_tokens}[objective]
-        assert torch.allclose(shares, w_q[:, None] * draws[n][1] / (N * A.shape[1] * Z))
-        if n % 2 == 0:
-            assert old is None  # the first update trains the policy that sampled
-        else:
-            assert old.keys() >= set(shares.flatten().nonzero().flatten().tolist())
+        w = w_q[:, None] * draws[n][1]
+        assert torch.allclose(shares, w / (N * A.shape[1] * Z))
+        assert recorded(out, "weight_max")[n // 2] == w.max() or n % 2 == 0
         m = 0.9 * m + 0.1 * own if n % 2 else m  # after the second update of a step
     assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
 
 
-def test_the_first_of_several_updates_clips_nothing(monkeypatch, out):
-    """Log-probabilities of another packing differ in bfloat16, by more than gspo may clip."""
+def test_later_updates_compare_with_the_policy_that_sampled(monkeypatch, out):
+    """Were the first compared, too, rounding in another packing might be clipped in bfloat16. The
+    reference of the KL term is the policy before the first step."""
+    samples, updates = spy(monkeypatch, "sample", "train_step")
+    settings = {"inner_epochs": 3, "learning_rate": 1e-2, "warmup_steps": 0, "beta": 0.1}
+    run(out, tiny_task(evals=0), steps=2, **settings)
+    for n, ((_, _, sequences, _, shares, old, ref, _), _) in enumerate(updates):
+        _, (_, sampled) = samples[n // 3]
+        sampled = sampled.split(lengths_of(sequences))
+        trained = set(shares.flatten().nonzero().flatten().tolist())
+        assert (old is None) == (n % 3 == 0)
+        if old:
+            assert old.keys() >= trained
+            assert all(torch.allclose(old[i], sampled[i], atol=1e-4) for i in old)
+        is_first_step = n < 3
+        assert all(torch.allclose(ref[i], sampled[i], atol=1e-4) == is_first_step for i in trained)
+    assert updates[0][1]["kl"] < 1e-6 < updates[-1][1]["kl"]
 
-    def rounded(*inputs):
-        return {i: logprobs + 0.01 for i, logprobs in frozen_logprobs(*inputs).items()}
 
-    frozen_logprobs, [updates] = dppo.frozen_logprobs, spy(monkeypatch, "train_step")
-    monkeypatch.setattr(dppo, "frozen_logprobs", rounded)
-    run(out, steps=3, objective="gspo", inner_epochs=2, learning_rate=0.0)
-    clipped = [metrics["clip_fraction"] for _, metrics in updates]
-    assert max(clipped[::2]) == 0 < min(clipped[1::2])
+ONCE, ONE_TWICE = [0, 1, 2, 3, 4, 5], [0, 1, 0, 4, 2, 5]
+STEPS = [(PAPER, "grpo", 0.0, ONCE), (OURS, "grpo", 0.0, ONCE), (OURS, "grpo", 0.1, ONCE)]
+STEPS += [(PAPER, "gspo", 0.0, ONCE), (OURS, "dapo", 0.0, ONCE)]
+STEPS += [(PAPER, "dr_grpo", 0.0, ONE_TWICE)]
 
 
-@pytest.mark.parametrize("method, beta", [(PAPER, 0.0), (OURS, 0.1)])
-def test_the_expected_gradient_of_dppo_step_is_the_full_one(method, beta, monkeypatch):
+@pytest.mark.parametrize("method, objective, beta, upcoming", STEPS)
+def test_the_expected_gradient_of_dppo_step_is_full(method, objective, beta, upcoming, monkeypatch):
+    """Prompt 0 may be there twice, as two candidates, which here have the same completions."""
+
     def step(optimizer):
-        inputs = (given.reference, torch.arange(6), None, None, given.config)
+        inputs = (given.reference, torch.tensor(upcoming), 2.5, None, given.config)
         sizes.add(dppo.dppo_step(task, rule_with_history(method, beta=beta), optimizer, *inputs).N)
 
-    given, sizes = Given(first=True, beta=beta), set()
+    given, sizes = Given(objective, first=True, beta=beta), set()
     task = Task(list(range(6)), {}, None, None, given.model)  # an example is the number of a group
     groups = [given.sequences[G * q : G * (q + 1)] for q in range(6)]
+    advantages = group_advantages(REWARDS, objective != "dr_grpo")
     monkeypatch.setattr(dppo, "rollout", lambda _, kept, *__: sum((groups[q] for q in kept), []))
     monkeypatch.setattr(dppo, "reward_completions", lambda _, kept, __: REWARDS[kept])
     steps = every_result(partial(given.descent, step))
     [N] = sizes  # the same, whatever is drawn
-    full = given.gradient(given.shares(torch.ones(N, G)))
+    times = torch.bincount(torch.tensor(upcoming[:N]), minlength=6)
+    full = given.gradient(times[:, None] / (N * G * given.Z), advantages)
     expectation = sum(p * gradient for p, gradient in steps)
     assert len(steps) > 5 and full.norm() > 0.01
     assert (expectation - full).norm() < 1e-6 * full.norm()
@@ -340,9 +401,10 @@ def test_4_looking_on_until_a_prompt_survives_is_biased_in_a_toy():
     assert abs(bias) > 0.1
 
 
-def test_5_a_draw_used_again_for_a_second_update_is_biased():
-    """An update of train_step has moved the model to a place that depends on the draw, which here
-    is of completions only. There, rho is 1 again."""
+@pytest.mark.parametrize("r_q, r_o", [(0.0, 0.7), (0.7, 0.0)])
+def test_5_a_draw_used_again_for_a_second_update_is_biased(r_q, r_o):
+    """Of completions, which dppo.py draws anew, and of prompts, which it cannot. An update of
+    train_step has moved the model to a place that depends on the draw. There, rho is 1 again."""
 
     def second_gradient(again, w):
         given = Given(first=True, beta=0.0)
@@ -350,16 +412,47 @@ def test_5_a_draw_used_again_for_a_second_update_is_biased():
         vector_to_parameters(start - 3 * first, given.model.parameters())
         return given.gradient(given.shares(w if again else torch.ones_like(w)))
 
-    outcomes = every_weight(r_q=0.0)
+    outcomes = every_weight(r_q=r_q, r_o=r_o)
     full = sum(p * second_gradient(False, w) for p, (_, w) in outcomes)  # the mean of draws anew
-    assert relative_bias(partial(second_gradient, True), full, r_q=0.0) > 0.05
+    assert relative_bias(partial(second_gradient, True), full, r_q=r_q, r_o=r_o) > 0.05
 
 
-def test_6_an_update_is_biased_where_the_norm_is_clipped():
-    given = Given(first=True, beta=0.0, max_grad_norm=1e-3)
-    full = given.gradient(given.shares(torch.ones(5, G)))
-    assert full.norm() == pytest.approx(1e-3, rel=1e-4)
-    assert relative_bias(lambda w: given.gradient(given.shares(w)), full) > 0.05
+@pytest.mark.parametrize("norm, optimizer", [(1e-3, torch.optim.SGD), (1e9, torch.optim.Adam)])
+def test_6_an_update_is_biased_where_the_norm_is_clipped_and_by_adam(norm, optimizer):
+    def update(w):
+        return given.descent(partial(given.update, given.shares(w)), optimizer)
+
+    given = Given(first=True, beta=0.0, max_grad_norm=norm)
+    assert relative_bias(update, update(torch.ones(5, G))) > 0.05
+
+
+class Unweighted(dppo.DPPO):
+    unbiased = False
+
+
+@pytest.mark.parametrize("rule", [dppo.Rule, dppo.DPPO, Unweighted])
+def test_without_weights_a_policy_learns_to_guess_and_with_them_to_pass(rule):
+    """It guesses with probability sigmoid(theta). Half of the prompts cannot be answered: a guess
+    is right once in ten times, but to pass is worth 0.15. As most guesses have a small |A| and the
+    right ones a large one, pruning leaves those, unless weights stand in for what is pruned. The
+    other prompts, solved half of the time whatever theta, are there for the mean |A|."""
+    config, generator = Config(objective="dr_grpo"), torch.Generator().manual_seed(0)
+    rule, theta, seen, G = rule(config, 64), torch.tensor(0.0).double(), 0, config.group_size
+    for _ in range(200):
+        N, prompts, w_q = prune_prompts(rule, dppo.next_prompts(seen, 64, 0), 16, generator)
+        chance = torch.rand(3, len(prompts), G, generator=generator)
+        unknown, guess = (prompts % 2 == 0)[:, None], chance[0] < theta.sigmoid()
+        right, solved = (chance[1] < 0.1).double(), (chance[2] < 0.5).double()
+        rewards = torch.where(unknown, torch.where(guess, right, 0.15), solved)
+        A = group_advantages(rewards, scale_by_std=False)
+        rule.update(prompts, rewards, A)
+        w = w_q[:, None] * prune_completions(rule, A, w_q, generator)
+        if not rule.unbiased:
+            w = (w > 0) * N * G / w.count_nonzero()
+        grad_log_p = unknown * (guess.double() - theta.sigmoid())
+        theta += 3 * (w * A * grad_log_p).sum() / (N * G)
+        seen += N
+    assert theta.sigmoid() < 0.2 if rule.unbiased else theta.sigmoid() > 0.8
 
 
 # ==== What the tests work on ====
@@ -386,20 +479,20 @@ class Given:
         shares[: len(w)] = w / (len(w) * G * self.Z[: len(w)])
         return shares
 
-    def update(self, shares, optimizer):
-        inputs = (self.sequences, ADVANTAGES, shares, self.old, self.ref, self.config)
+    def update(self, shares, optimizer, advantages=ADVANTAGES):
+        inputs = (self.sequences, advantages, shares, self.old, self.ref, self.config)
         return dppo.train_step(self.model, optimizer, *inputs)
 
-    def descent(self, update):
+    def descent(self, update, optimizer=torch.optim.SGD):
         """(parameters,) what update(optimizer) takes off the model in descent at rate 1."""
         before = self.parameters()
-        update(torch.optim.SGD(self.model.parameters(), lr=1.0))
+        update(optimizer(self.model.parameters(), lr=1.0))
         gradient = before - self.parameters()
         vector_to_parameters(before, self.model.parameters())
         return gradient
 
-    def gradient(self, shares):
-        return self.descent(partial(self.update, shares))
+    def gradient(self, shares, advantages=ADVANTAGES):
+        return self.descent(partial(self.update, shares, advantages=advantages))
 
 
 def tiny_model(dtype=torch.float64, name="Qwen3ForCausalLM", **sizes):
@@ -419,17 +512,15 @@ def flat_gradient(loss, model):
 
 def random_sequences():
     """(prompt ids, completion ids) of six groups, which fill several slots."""
-    rng, sequences = random.Random(0), []
+    rng, sequences, ids = random.Random(0), [], range(2, 13)
     for i in range(6 * G):
-        prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
-        sequences.append(Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
+        prompt = rng.choices(ids, k=20 + 5 * (i // G))
+        sequences.append(Sequence(prompt, rng.choices(ids, k=1 + i % 7)))
     return sequences
 
 
-def lengths_of(sequences, indices=None):
-    """The lengths of the completions, of all or of those at `indices`."""
-    indices = range(len(sequences)) if indices is None else indices
-    return [len(sequences[i].completion) for i in indices]
+def lengths_of(sequences):
+    return [len(sequence.completion) for sequence in sequences]
 
 
 def tiny_tokenizer(chat_template=None):
@@ -445,10 +536,6 @@ def tiny_tokenizer(chat_template=None):
 def lengths_reward(prompts, completions, **_):
     """Differs within most groups, also of an untrained model, so that every step learns."""
     return [len(c) % (2 + len(p) % 3) / 3 for p, c in zip(prompts, completions)]
-
-
-def zeros(prompts, **_):
-    return [0.0] * len(prompts)
 
 
 def tiny_task(reward=lengths_reward, model=None, prompts=16, evals=4):
@@ -484,7 +571,7 @@ def out(tmp_path):
 def run(out, task=None, **settings):
     """A run of small steps to its end, new or resumed -> the summary."""
     defaults = {"group_size": 4, "max_completion_tokens": 8, "output_dir": str(out)}
-    folder = {"resume": str(out)} if (out / "checkpoint.pt").exists() else {}
+    folder = {"resume": str(out)} if Path(out, "checkpoint.pt").exists() else {}
     return dppo.train(Config(**defaults | folder | settings), task or tiny_task())
 
 
@@ -493,8 +580,7 @@ def metrics(out):
 
 
 def recorded(out, name):
-    """Of each step."""
-    return [record[name] for record in metrics(out)[1:]]
+    return [record[name] for record in metrics(out)[1:]]  # of each step
 
 
 def summary_of(out):
@@ -509,6 +595,7 @@ def test_advantages_are_those_of_whole_groups_and_zero_where_there_is_nothing_to
     assert advantages[1:].eq(0).all()
     unscaled = group_advantages(rewards, scale_by_std=False)
     assert torch.equal(unscaled[0], rewards[0].double() - 0.25)
+    assert unscaled[1:].eq(0).all()
 
 
 def test_the_paper_s_rule_prunes_the_floor_of_the_low_set():
@@ -526,8 +613,7 @@ def test_the_paper_s_rule_prunes_the_floor_of_the_low_set():
 @pytest.mark.parametrize("method", [PAPER, OURS])
 def test_the_window_is_the_longest_whose_survivors_never_exceed_the_batch(method, rate):
     generator, state = torch.Generator().manual_seed(0), torch.get_rng_state()
-    config = Config(method=method, prompt_prune_rate=rate)
-    rule = config.rule(config, 300)
+    rule = dppo.RULES[method](Config(prompt_prune_rate=rate), 300)
     for _ in range(10):
         order = torch.randperm(300, generator=generator)
         visited = torch.randperm(300, generator=generator)[:240]
@@ -550,28 +636,20 @@ def test_of_unlikely_prompts_exactly_one_is_kept_by_its_share_of_the_chances():
     assert chances == pytest.approx({(0,): 0.25, (1,): 0.5, (2,): 0.25})
 
 
-def test_the_low_set_of_prompts_is_of_all_so_that_windows_without_signal_are_pruned_too():
-    rule = dppo.DPPO(Config(prompt_prune_rate=0.7), 40)
-    rule.memory["score"] = torch.tensor([0.0] * 30 + [0.9] * 8 + [math.nan] * 2).double()
-    N, _, weights = prune_prompts(rule, torch.arange(40), 6, torch.Generator())
-    assert N == 20
-    assert torch.allclose(weights, torch.full((6,), 30 / 9).double())
-
-
-def test_a_score_is_of_the_last_visit_and_that_of_other_prompts_stays():
+def test_a_score_is_the_mean_of_the_last_visit_and_that_of_other_prompts_stays():
     rule = dppo.DPPO(Config(), 3)
-    rule.update(torch.tensor([0, 1, 1]), None, torch.tensor([[3.0, -3.0], [1, -1], [0.5, -0.5]]))
-    rule.update(torch.tensor([0]), None, torch.tensor([[2.0, -2.0]]))
-    assert rule.memory["score"].nan_to_num(-1).tolist() == [2.0, 0.5, -1.0]
+    rule.update(torch.tensor([0, 1, 1]), None, torch.tensor([[3.0, -3.0], [1, -1], [1.0, -0.5]]))
+    rule.update(torch.tensor([0]), None, torch.tensor([[2.0, -3.0]]))
+    assert rule.memory["score"].nan_to_num(-1).tolist() == [2.5, 0.75, -1.0]
 
 
-def test_of_completions_those_without_a_gradient_go_first_and_do_not_count_in_the_mean():
-    advantages = torch.tensor([[2.0, 1.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]).double()
+def test_of_completions_those_without_a_gradient_go_first_and_the_mean_is_of_all_others():
+    advantages = torch.tensor([[2.0, -1.0, 1.0, 1.0], [0.4, -0.4, 0.4, 0.4], [0.0] * 4]).double()
     pi = dppo.DPPO(Config(), 3).completion_probabilities(advantages, torch.ones(3))
-    expected = torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]).double()  # below 1.25, the mean of the first
-    assert torch.allclose(pi[0], expected) and not pi[1:].any()
+    assert pi.tolist() == [[1.0] * 4, [0.5] * 4, [0.0] * 4]  # the mean is 6.6/8, of eight
     pi = dppo.GRPOSkip(Config(), 3).completion_probabilities(advantages, torch.ones(3))
     assert pi.equal((advantages != 0).double())
+    assert dppo.GRPOSkip(Config(beta=0.1), 3).completion_probabilities(advantages, None).all()
 
 
 class KeepLargest(dppo.Rule):
@@ -591,15 +669,19 @@ class KeepLargest(dppo.Rule):
 
 
 def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(monkeypatch, out):
+    def reward(**columns):  # after two steps, all are equal
+        return lengths_reward(**columns) if len(updates) < 2 else [0.0] * len(columns["prompts"])
+
     [updates] = spy(monkeypatch, "train_step")
-    rewards = iter([lengths_reward] * 3)
-    task = tiny_task(lambda **columns: next(rewards, zeros)(**columns))
+    task = tiny_task(reward, prompts=64)
     run(out, task, method="test_dppo:KeepLargest", steps=4, objective="dr_grpo", prompts_per_step=4)
     for (*_, shares, _, _, _), _ in updates[:2]:
         kept = shares > 0
         assert 0 < kept.double().mean() < 1
         assert torch.allclose(shares[kept], 1 / (kept.sum().double() * 8))  # Z is 8
     assert [bool(shares.any()) for (*_, shares, _, _, _), _ in updates[2:]] == [False, False]
+    visits = torch.load(out / "checkpoint.pt")["memory"]["visits"]
+    assert visits.sum() == sum(recorded(out, "prompts_rolled"))
 
 
 WRONG = [(True, [0.0, 1, 1, 1]), (True, [2.0, 1, 1, 1]), (True, [1.0] * 3)]
@@ -621,58 +703,51 @@ def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused(unbia
 
 
 # ==== 2. Dense Prompt Packing ====
-@pytest.mark.parametrize("seed", range(50))
-def test_every_sequence_is_packed_once_and_no_slot_overflows(seed):
-    rng = random.Random(seed)
-    lengths = rng.choices(range(1, 51), k=3 * seed)
-    capacity = max(lengths, default=1) + rng.randrange(100)
-    slots = dppo.pack(lengths, capacity, lookahead=rng.randint(1, 90))
-    assert sorted(itertools.chain(*slots)) == list(range(len(lengths)))
-    for slot in slots:
-        assert 0 < sum(lengths[i] for i in slot) <= capacity
-
-
 def test_packing_takes_the_longest_that_fits_among_the_next_in_order():
-    assert dppo.pack([5, 3, 8, 2, 2], capacity=10, lookahead=3) == [[2, 3], [0, 1, 4]]
+    assert dppo.pack([5, 3, 8, 2, 2], capacity=10) == [[2, 3], [0, 1, 4]]
     assert dppo.pack([5, 6, 5, 4], capacity=10, lookahead=1) == [[0], [1], [2, 3]]
+    slots = dppo.pack([1 + i % 7 for i in range(200)], capacity=10)
+    assert sorted(itertools.chain(*slots)) == list(range(200))  # each once
 
 
 def test_a_micro_batch_has_as_many_slots_as_its_tokens_allow():
-    sequences = [
-        Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)
-    ]  # slots of 133: 133; 73, 53; 53
+    sequences = [Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)]
     for tokens, sizes in {399: [3], 398: [2, 1], 265: [1, 1, 1], 1: [1, 1, 1]}.items():
         config = Config(micro_batch_tokens=tokens)
         micro_batches, density = dppo.pack_micro_batches(sequences, [0, 1, 2, 3], config)
-        assert [len(slots) for slots in micro_batches] == sizes
+        assert [len(slots) for slots in micro_batches] == sizes  # of 133; 73, 53; 53 tokens
         assert density == 312 / 399
+    assert dppo.pack_micro_batches(sequences, [1], Config()) == ([[[1]]], 53 / 128)  # of 128 tokens
 
 
 # ==== 3. Forward pass, loss and update ====
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_logits_are_of_512_tokens_of_completions_at_a_time_and_made_again_not_kept():
+    model, made = tiny_model(torch.float32), []
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: made.append(len(logits)))
+    logprobs, _ = dppo.completion_logprobs(model, [Sequence([2] * 50, [3] * 700)], [[0]], 1.0)
+    assert made == [512, 188]
+    logprobs.sum().backward()
+    assert sorted(made) == [188, 188, 512, 512]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_packed_log_probabilities_are_those_alone_also_of_many_tokens(device, dtype, tolerance):
-    """Logits are made of 512 tokens at a time. Here are over a thousand."""
-    model = tiny_model(dtype).to(device)
-    sequences = [Sequence(prompt, completion * 40) for prompt, completion in random_sequences()]
-    packed, _ = dppo.completion_logprobs(model, sequences, [[0, 1, 2, 3, 4, 5], [6, 7, 8]], 0.7)
-    for i, of_completion in enumerate(packed.split(lengths_of(sequences, range(9)))):
-        alone, _ = dppo.completion_logprobs(model, sequences, [[i]], 0.7)
-        assert torch.allclose(of_completion, alone, rtol=tolerance, atol=tolerance)
+def test_metrics_of_an_update_are_means_over_its_tokens():
+    given, sums, tokens, shares = Given(), torch.zeros(3), 0, torch.tensor([1.0, 0.0, 1.0] * 6)
+    for i in shares.nonzero().flatten().tolist():
+        _, clipped, kl, entropies = alone(given, i)
+        sums += torch.stack([clipped.sum(), kl.sum(), entropies.sum()]).detach()
+        tokens += len(kl)
+    metrics = given.update(shares, torch.optim.SGD(given.model.parameters(), lr=0.0))
+    assert (metrics["completions_trained"], metrics["tokens_trained"]) == (12, tokens)
+    means = torch.tensor([metrics[name] for name in ("clip_fraction", "kl", "entropy")])
+    assert means.allclose(sums / tokens, rtol=1e-4)
 
 
-def test_log_probabilities_and_entropies_are_of_the_policy_at_its_temperature():
+def test_a_first_update_of_adam_is_the_learning_rate_without_weight_decay():
     model = tiny_model(torch.float32)
-    sequences = [Sequence([5, 4], [token]) for token in range(13)]
-    slots = [[i] for i in range(13)]
-    logprobs, entropies = dppo.completion_logprobs(model, sequences, slots, 0.7)
-    expected = (model(torch.tensor([[5, 4]])).logits[0, -1].detach() / 0.7).log_softmax(dim=-1)
-    assert torch.allclose(logprobs, expected, atol=1e-5)
-    entropy = -(expected.exp() @ expected).item()
-    assert entropies.allclose(torch.tensor(entropy), atol=1e-5)
+    optimizer, before = dppo.MasterAdam(model, 1e-3), model.lm_head.weight.detach().clone()
+    model.lm_head.weight.grad = torch.full_like(before, 1e-5)
+    optimizer.step()
+    assert (before - model.lm_head.weight).allclose(torch.tensor(1e-3), rtol=2e-3)
 
 
 def test_updates_far_below_bfloat16_resolution_add_up_in_float32_masters():
@@ -691,59 +766,35 @@ def test_updates_far_below_bfloat16_resolution_add_up_in_float32_masters():
         assert weight.grad is None and master.grad is None
 
 
-@pytest.mark.parametrize("warmup_steps, expected", [(0, [3.0] * 4), (3, [1.0, 2.0, 3.0, 3.0])])
-def test_the_learning_rate_rises_over_the_warm_up(warmup_steps, expected, out):
-    run(out, steps=4, warmup_steps=warmup_steps, learning_rate=3e-9)
-    rates = recorded(out, "learning_rate")
-    assert rates == pytest.approx([1e-9 * rate for rate in expected])
-    assert torch.load(out / "checkpoint.pt")["optimizer"]["param_groups"][0]["lr"] == rates[-1]
+def test_the_learning_rate_rises_over_the_warm_up(out):
+    for steps, expected in ((2, [1e-9, 2e-9]), (4, [1e-9, 2e-9, 3e-9, 3e-9])):
+        run(out, steps=steps, warmup_steps=3, learning_rate=3e-9)
+        rates = recorded(out, "learning_rate")
+        assert rates == pytest.approx(expected)
+        assert torch.load(out / "checkpoint.pt")["optimizer"]["param_groups"][0]["lr"] == rates[-1]
 
 
-def test_the_reference_of_the_kl_term_is_the_policy_before_the_first_step(out):
-    run(out, steps=6, beta=0.1, learning_rate=1e-2, warmup_steps=0)
-    first, *_, last = recorded(out, "kl")
-    assert first < 1e-6 < last
+def test_an_update_without_a_gradient_or_one_that_is_not_finite_moves_nothing():
+    """Not even by the momentum of Adam."""
+    given, moved = Given(first=True, dtype=torch.float32, beta=0.0), []
+    optimizer, equal = dppo.MasterAdam(given.model, 1e-2), torch.zeros(6, G)
+    updates = ((1.0, ADVANTAGES), (1.0, equal), (0.0, ADVANTAGES), (math.nan, ADVANTAGES))
+    for share, advantages in (*updates, (1.0, ADVANTAGES)):
+        before = given.parameters()
+        given.update(torch.full((6, G), share), optimizer, advantages)
+        moved.append(not torch.equal(before, given.parameters()))
+    assert moved == [True, False, False, False, True]
 
 
-def weights_at_each_reward(task):
-    """A list that takes in the weights of the model whenever the reward of the task is called."""
-    states, reward = [], task.reward
-
-    def watched(**columns):
-        states.append(parameters_to_vector(task.model.parameters()).detach().clone())
-        return reward(**columns)
-
-    task.reward = watched
-    return states
-
-
-@pytest.mark.parametrize("method", dppo.RULES)
-def test_batches_of_equal_rewards_train_nothing_not_even_by_the_momentum_of_adam(method, out):
-    rewards = iter([lengths_reward] * 4)
-    task = tiny_task(lambda **columns: next(rewards, zeros)(**columns), evals=0)
-    states = weights_at_each_reward(task)
-    run(out, task, method=method, steps=9, learning_rate=1e-2)
-    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(states)]
-    assert moved == [True] * 4 + [False] * 4
-    assert set(recorded(out, "grad_norm")[4:]) == {0}
-
-
-def test_updates_not_finite_are_left_out_and_ten_in_a_row_end_the_run(monkeypatch, out):
-    real, count = dppo.token_losses, itertools.count(1)
-
-    def token_losses(*inputs):
-        losses, *rest = real(*inputs)
-        return losses * (math.nan if next(count) in {2, 3, *range(6, 99)} else 1.0), *rest
-
-    monkeypatch.setattr(dppo, "token_losses", token_losses)
-    task = tiny_task(evals=0)
-    states = weights_at_each_reward(task)
+def test_ten_equal_steps_are_reported_and_ten_broken_ones_end_the_run(monkeypatch, capsys, out):
+    norms = [*[0.0] * 9, 1.0, *[0.0] * 11, *[math.nan] * 9, 1.0, *[math.inf] * 11]
+    updates = mock.Mock(side_effect=[{"grad_norm": norm} for norm in norms])
+    monkeypatch.setattr(dppo, "train_step", updates)
     with pytest.raises(FloatingPointError, match="not finite"):
-        run(out, task, steps=50, learning_rate=1e-2, beta=0.1)
-    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(states)]
-    assert moved == [True, False, False, True, True, *[False] * 9]
-    finite = [norm is not None for norm in recorded(out, "grad_norm")]
-    assert finite == [True, False, False, True, True, *[False] * 10]
+        run(out, tiny_task(evals=0), steps=99, save_every=10)
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 40
+    assert recorded(out, "grad_norm") == [*norms[:21], *[None] * 9, 1.0, *[None] * 10]
+    assert capsys.readouterr().out.count("ten steps without a gradient") == 1
 
 
 # ==== 5. The proportional rule ====
@@ -755,29 +806,22 @@ def test_it_keeps_as_many_as_the_paper_s_rule_in_proportion_to_their_scores():
         assert (pi / scores)[pi < 1].std() < 1e-9
 
 
-def test_a_floor_lies_under_all_and_what_has_no_score_is_kept():
-    scores = torch.tensor([math.nan, *[1.0] * 20, *[1e-6] * 20])
-    pi = dppo.proportional_probabilities(scores, 0.95, floor=0.07)
-    assert pi[0] == 1
-    assert pi[21:].tolist() == [0.07] * 20
-    rule = dppo.ProportionalDPPO(Config(prompt_prune_rate=0.99), 50)
-    rule.memory["score"] = torch.tensor([0.9] * 5 + [1e-9] * 45).double()
-    assert rule.prompt_probabilities()[5:].min() == rule.floor
-
-
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
 def test_above_a_floor_scores_of_zero_share_what_the_others_leave(rate):
     scores = torch.tensor([0.0] * 240 + [0.5, 1.0] * 8)
     pi = dppo.proportional_probabilities(scores, rate, floor=0.07)
     assert abs(pi.sum() - dppo.keep_probabilities(scores, rate).sum()) < 1e-6
     assert pi[240:].eq(1).all() and pi[:240].std() < 1e-9
+    rule = dppo.ProportionalDPPO(Config(prompt_prune_rate=0.99), 50)
+    rule.memory["score"] = torch.tensor([0.9] * 5 + [1e-9] * 44 + [math.nan]).double()
+    pi = rule.prompt_probabilities()
+    assert pi[5:49].eq(rule.floor).all() and pi[:5].max() < pi[49] == 1  # NaN: never visited
 
 
 def test_its_completions_are_scored_with_the_weight_of_their_prompt():
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 8))
-    prompt_weights = torch.tensor([10.0] + [1.0] * 7).double()
     rule = dppo.ProportionalDPPO(Config(completion_prune_rate=0.9), 8)
-    pi = rule.completion_probabilities(advantages, prompt_weights)
+    pi = rule.completion_probabilities(advantages, torch.tensor([10.0] + [1.0] * 7).double())
     assert torch.allclose(pi[0, 1:], 10 * pi[1, 1:])
     assert torch.allclose(pi[1:, 0], 3 * pi[1:, 1])
 
@@ -816,19 +860,20 @@ def test_every_epoch_sees_every_prompt_once_in_an_order_of_its_own(method, monke
     run(out, tiny_task(prompts=24), method=method, steps=12, prompts_per_step=8)
     seen = torch.cat([upcoming[:N] for (_, upcoming, *_), (N, *_) in windows[1:]])
     first, second = seen[:24].tolist(), seen[24:48].tolist()
-    assert sorted(first) == sorted(second) == list(range(24))
-    assert first != second
+    assert sorted(first) == sorted(second) == list(range(24)) and first != second
     assert not torch.equal(dppo.next_prompts(0, 24, 0), dppo.next_prompts(0, 24, 1))
 
 
-def test_draws_have_random_numbers_of_their_own(monkeypatch, out):
-    """Two generators with the same seed would correlate what is kept with what is sampled."""
+def test_draws_and_seeds_have_random_numbers_of_their_own(monkeypatch, tmp_path):
     [windows] = spy(monkeypatch, "prune_prompts")
     monkeypatch.setattr(transformers, "set_seed", mock.Mock(wraps=transformers.set_seed))
-    run(out, steps=8)
-    own = {generator.initial_seed() for (*_, generator), _ in windows[1:]}
-    others = {call.args[0] for call in transformers.set_seed.call_args_list}
-    assert len(own) == 8 and not own & others
+    for seed in (0, 1):
+        run(tmp_path / str(seed), tiny_task(evals=0), steps=4, seed=seed)
+    windows = windows[1:5] + windows[6:]  # those left out were trials of the rule
+    own = {generator.initial_seed() for (*_, generator), _ in windows}
+    others = [call.args[0] for call in transformers.set_seed.call_args_list]
+    assert len(own) == 8 and not own & set(others)
+    assert not set(others[1:5]) & set(others[-4:])  # nor do runs of two seeds share any
 
 
 # ==== 7. Rollout ====
@@ -872,38 +917,22 @@ def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are
     assert len({len(completion) for _, completion in sequences}) > 8 or not end_ids
 
 
-def test_rollouts_are_split_and_keep_the_order_of_their_prompts(monkeypatch):
-    [calls] = spy(monkeypatch, "sample")
-    task = tiny_task()
-    for samples, count, sizes in ((3, 16, [3] * 5 + [1]), (12, 2, [1, 1])):
-        config = Config(rollout_batch_size=10, max_completion_tokens=2)
-        sequences = dppo.rollout(task, task.train[:count], samples, config)
-        assert [len(prompts) for (_, prompts, *_), _ in calls] == sizes
-        ids = [example["prompt_ids"] for example in task.train[:count]]
-        assert [prompt for prompt, _ in sequences[::samples]] == ids
-        calls.clear()
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
-YARN |= {"original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4}
-ORIGINAL = {"original_max_position_embeddings": 48}
-LONGROPE |= {"long_factor": [4.0] * 4} | ORIGINAL
-DYNAMIC_NTK = {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 100.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 48}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}
+NTK = {"rope_parameters": {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 100.0}}
+NTK |= {"max_position_embeddings": 48}
 OPT = {"tie_word_embeddings": False, "init_std": 0.4}
 MODELS = [
     ("Qwen2ForCausalLM", {"use_cache": False}, None),
     ("GPT2LMHeadModel", {}, None),
     ("Gemma3ForCausalLM", {"sliding_window": 8}, None),
     ("MistralForCausalLM", {"sliding_window": 8}, None),
-    ("Qwen3ForCausalLM", {"rope_parameters": YARN}, None),
+    ("Qwen3ForCausalLM", {"rope_parameters": YARN | {"rope_theta": 1e4}}, None),
     ("GPT2LMHeadModel", {"max_position_embeddings": 63}, "index out of range"),
-    (
-        "LlamaForCausalLM",
-        {"rope_parameters": DYNAMIC_NTK, "max_position_embeddings": 48},
-        "differ by",
-    ),
-    ("Phi3ForCausalLM", {"rope_parameters": LONGROPE} | ORIGINAL, "differ by"),
+    ("LlamaForCausalLM", NTK, "differ by"),
+    ("Phi3ForCausalLM", LONG, "differ by"),
     ("OPTForCausalLM", OPT, "differ by"),  # ignores position ids
     ("GraniteForCausalLM", {"logits_scaling": 1.1}, "scaled, capped"),
     ("Qwen3NextForCausalLM", {}, "Attention"),  # has another cache
@@ -913,10 +942,11 @@ MODELS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name, more, reason", MODELS)
 def test_only_models_that_sample_as_they_are_trained_are_accepted(name, more, reason, dtype):
-    """Up to the last of 64 positions, of which the samples that are compared have at most 42."""
+    """Up to the last of 64 positions, of which the samples that are compared have at most 27."""
     task = tiny_task(model=tiny_model(dtype, name, **{"max_position_embeddings": 64} | more))
     for n, example in enumerate(task.train):
         example["prompt_ids"] = (example["prompt_ids"] * 9)[: 26 - n]
+    task.evals["some"] = [task.train.pop(0)]  # the longest
     config = Config(max_completion_tokens=38)
     if reason:
         with pytest.raises(ValueError, match=f"{name} cannot be trained here: .*{reason}"):
@@ -929,19 +959,18 @@ def test_attention_of_cudnn_is_off():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("change", ["temperature", "alternating", "NaN"])
+@pytest.mark.parametrize("change", ["alternating", "NaN", "padding"])
 def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypatch):
-    task, real = tiny_task(), dppo.completion_logprobs
+    def changed(task, prompts, samples, config):
+        sequences, logprobs = sample(task, prompts, samples, config)
+        changes = {"alternating": 0.01 * (-1) ** torch.arange(len(logprobs)), "NaN": math.nan}
+        changes["padding"] = 0.01 * len({len(prompt) for prompt in prompts}) - 0.01
+        return sequences, logprobs + changes[change]
 
-    def changed(model, sequences, slots, temperature):
-        factor = 1.2 if change == "temperature" else 1.0
-        logprobs, entropies = real(model, sequences, slots, temperature * factor)
-        signs = (-1) ** torch.arange(len(logprobs))
-        return logprobs + {"NaN": math.nan, "alternating": 0.01 * signs}.get(change, 0), entropies
-
-    monkeypatch.setattr(dppo, "completion_logprobs", changed)
+    sample = dppo.sample
+    monkeypatch.setattr(dppo, "sample", changed)
     with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot be trained here: .*differ by"):
-        dppo.check_sampling(task, Config())
+        dppo.check_sampling(tiny_task(), Config())
 
 
 # ==== 8. Rewards ====
@@ -951,6 +980,7 @@ GRADES += [("gsm8k", "#### 7\n#### -2 and 3", "-2", 1), ("gsm8k", "7 #### \u0663
 GRADES += [("gsm8k", "18", r"\frac{3}{18}", None), ("gsm8k", "18", None, None)]
 GRADES += [("gsm8k", "#### 1e3", "1000", 1), ("gsm8k", "3e", "3", 1)]
 GRADES += [("exact", " ab\n", "ab", 1), ("exact", "b", "ab", 0), ("exact", "0", 0, 1)]
+GRADES += [("exact", "ab b", "ab", 0), ("exact", "A", "a", 0)]
 GRADES += [("exact", "", "", None), ("exact", "None", None, None)]
 
 
@@ -958,18 +988,6 @@ GRADES += [("exact", "", "", None), ("exact", "None", None, None)]
 def test_rewards_compare_with_an_answer_if_there_is_one(reward, completion, answer, grade):
     for given in (completion, [{"role": "assistant", "content": completion}]):
         assert dppo.REWARDS[reward](["?"], [given], answer=[answer], level=[1]) == [grade]
-
-
-HOSTILE = ["", "9" * 5000, "1e999999", "NaN", "#### 1e9999", "\0\x1b[2J\ud800", "$" * 50_000]
-HOSTILE += ["1," * 50_000, "####" * 9000, "-" * 9000, "__import__('os').abort()", "\u0663"]
-
-
-@pytest.mark.parametrize("reward", dppo.REWARDS)
-def test_hostile_text_gets_a_grade_or_none_and_never_raises(reward):
-    for answer in HOSTILE:
-        answers = [answer] * len(HOSTILE)
-        grades = dppo.REWARDS[reward](answers, HOSTILE, answer=answers)
-        assert set(grades) <= {0.0, 1.0, None}
 
 
 def test_a_reward_gets_trl_s_arguments_and_may_say_none():
@@ -988,15 +1006,12 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
 
 # ==== 9 and 10. Tasks and data ====
 def short(prompts, completions, **columns):
-    """A reward, as somebody might plug one in. Those that follow are wrong."""
+    """A reward, as somebody might plug one in. The next two are wrong."""
     return [float(len(completion) < 4) for completion in completions]
 
 
 two_values = mock.Mock(return_value=[0.0, 0.0])
-
-
-def mistaken(*_, **columns):
-    raise ValueError("a mistake of mine")
+takes_chats_for_text = mock.Mock(side_effect=AttributeError("'list' object has no 'lower'"))
 
 
 def save_model(model, path, chat_template=None):
@@ -1014,9 +1029,10 @@ def write_rows(path, rows):
 def user(tmp_path_factory):
     """Settings with a model with random weights and a dataset, as users have them."""
     folder = tmp_path_factory.mktemp("user")
-    rows = [{"question": f"{a}=", "answer": f"#### {a}"} for a in range(100, 180)]
+    rows = [{"question": f"{a}=", "answer": f"#### {a}"} for a in range(101, 180)]
+    rows.insert(0, {"question": "100=", "answer": "cannot be graded"})
     data = write_rows(folder / "data.jsonl", rows)
-    model = save_model(tiny_model(torch.float32, eos_token_id=12), folder / "model")
+    model = save_model(tiny_model(torch.float32, eos_token_id=[12, 7]), folder / "model")
     return {"model": model, "dataset": data, "max_completion_tokens": 8}
 
 
@@ -1035,84 +1051,60 @@ def main(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refusal(main, capsys, monkeypatch):
-    """What the command line prints where it refuses, before it loads a model: one line, with exit
-    status 2."""
+    """The line that the command line prints where it refuses, before it loads a model."""
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
 
     def told(*arguments, **settings):
-        capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
             main(*arguments, **settings)
-        assert exit_.value.code == 2
         usage, line = capsys.readouterr().err.strip().splitlines()
         assert usage == "usage: python dppo.py [--setting value] ..."
-        assert len(line) < 480
+        assert exit_.value.code == 2 and len(line) < 480
         return line
 
     return told
 
 
-GOOD = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 120)]
-CHAT = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
 BAD_DATA = [
-    (
-        '{"question": "1=", "answer": "1"}\n{"question": "2=',
-        "",
-        "data.jsonl is empty or cannot be read",
-    ),
-    ([{"question": "1", "answer": "B"}], "", "choose another --reward or --answer_column"),
-    ([{"text": "1", "label": "2"}], "", "data.jsonl has ['text', 'label']: set --prompt_column"),
-    (GOOD, "--eval_dataset data.jsonl:train", "data.jsonl has only prompts that are evaluated"),
-    ([CHAT], "", "no chat template"),
-    (GOOD, "--max_prompt_tokens 3", "no prompt has from 1 to --max_prompt_tokens"),
-    (GOOD, "--model ./nowhere", "./nowhere cannot be loaded"),
-    (GOOD, "--reward test_dppo:two_values", "16 finite numbers or None, not [0.0, 0.0]"),
+    ({"answer": "B"}, "", "choose another --reward or --answer_column"),
+    ({"answer": "1"}, "--eval_dataset data.jsonl:train", "has only prompts that are evaluated"),
+    ({"answer": "1"}, "--reward test_dppo:two_values", "1 finite numbers or None, not [0.0, 0.0]"),
 ]
 
 
-@pytest.mark.parametrize("rows, arguments, message", BAD_DATA)
-def test_bad_data_are_reported_at_once(rows, arguments, message, user, refusal, tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text(rows) if isinstance(rows, str) else write_rows(data, rows)
+@pytest.mark.parametrize("row, arguments, message", BAD_DATA)
+def test_bad_data_are_reported_at_once(row, arguments, message, user, refusal, tmp_path):
+    data = write_rows(tmp_path / "data.jsonl", [{"question": "1="} | row])
     assert message in refusal(*arguments.split(), **user | {"dataset": data})
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("option", ["reward", "method"])
-def test_what_one_s_own_reward_or_rule_raises_is_not_made_one_line(option, user, main):
-    with pytest.raises(ValueError, match="^a mistake of mine") as error:
-        main(**user, **{option: "test_dppo:mistaken"})
-    assert type(error.value) is ValueError
-
-
-def test_a_model_has_all_end_ids_and_its_rotary_frequencies_in_float32(user, monkeypatch):
+def test_a_model_has_all_end_ids_rotary_frequencies_in_float32_and_no_code(user, monkeypatch):
     monkeypatch.setattr(dppo, "DTYPE", torch.bfloat16)
+    kinds = (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
+    for kind in kinds:
+        monkeypatch.setattr(kind, "from_pretrained", mock.Mock(wraps=kind.from_pretrained))
+    [checks] = spy(monkeypatch, "check_sampling")
     task = dppo.load_task(Config(**user))
-    assert task.model.dtype == torch.bfloat16
-    assert task.end_ids == [1, 12]  # that of the tokenizer, and the model's
+    assert len(checks) == 1 and task.model.dtype == torch.bfloat16
+    assert task.end_ids == [1, 7, 12]  # that of the tokenizer, and the model's
     assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
+    options = [kind.from_pretrained.call_args.kwargs for kind in kinds]
+    assert [of_kind["trust_remote_code"] for of_kind in options] == [False, False]
+    assert options[1]["attn_implementation"] == "sdpa"
 
 
-def in_lower_case(prompts, completions, answer, **columns):
-    """A reward that takes every completion for a text."""
-    return [float(text.lower() == gold) for text, gold in zip(completions, answer)]
-
-
-def test_a_reward_that_cannot_read_chats_fails_with_a_note_on_text_of(user, tmp_path):
-    model = save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE)
-    with pytest.raises(AttributeError) as error:
-        dppo.load_task(Config(**user | {"model": model, "reward": "test_dppo:in_lower_case"}))
-    assert "in_lower_case" in [entry.name for entry in error.traceback]
-    [note] = error.value.__notes__
-    assert "dppo.text_of" in note
+def test_what_a_reward_raises_has_a_note_on_chats(user):
+    with pytest.raises(AttributeError, match="'list' object") as error:
+        dppo.load_task(Config(**user, reward="test_dppo:takes_chats_for_text"))
+    assert "dppo.text_of" in error.value.__notes__[0]
 
 
 def test_quantized_weights_are_refused(user, monkeypatch):
-    model = tiny_model(torch.float32)
-    model.config.quantization_config = {"quant_method": "fp8"}
+    model = tiny_model(torch.float32, quantization_config={"quant_method": "fp8"})
     load = mock.Mock(return_value=model)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
-    with pytest.raises(dppo.Refused, match="its weights are quantized"):
+    with pytest.raises(dppo.Refused, match="are quantized"):
         dppo.load_task(Config(**user))
 
 
@@ -1132,9 +1124,9 @@ def test_examples_have_the_columns_of_the_data_and_long_prompts_are_left_out(tmp
     rows = [{"question": text, "solution": "4", "answer": "3", "level": 5} for text in texts]
     data = write_rows(tmp_path / "a.jsonl", rows)
     [example] = load(data, max_prompt_tokens=5, system_prompt="7")  # just long enough
-    ids = tiny_tokenizer().encode("7\n\n12")
-    expected = {"prompt": "7\n\n12", "prompt_ids": ids, "question": "12", "level": 5}
-    assert example == expected | {"answer": "3", "solution": "3"}  # our rewards take what is named
+    expected = {"prompt": "7\n\n12", "prompt_ids": tiny_tokenizer().encode("7\n\n12")}
+    expected |= {"question": "12", "level": 5, "answer": "3", "solution": "3"}
+    assert example == expected  # our rewards take what is named
 
 
 def test_a_reward_of_one_s_own_gets_the_columns_as_they_are(tmp_path):
@@ -1157,8 +1149,14 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
         assert sorted(example["prompt"] for example in examples) == [f"{i}=" for i in numbers]
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
     load("openai/gsm8k:main:train[:9]", reward="test_dppo:short")
-    load_dataset = datasets.load_dataset
-    load_dataset.assert_called_with("openai/gsm8k", "main", split="train[:9]", data_files=None)
+    expected = mock.call("openai/gsm8k", "main", split="train[:9]", data_files=None)
+    assert datasets.load_dataset.mock_calls == [expected]
+
+
+def test_without_a_split_one_trains_on_train_and_evaluates_on_test(user, monkeypatch):
+    monkeypatch.setattr(dppo, "load_examples", mock.Mock(return_value={}))
+    dppo.user_data(Config(**user, eval_dataset="a,b"))
+    assert [call.args[1] for call in dppo.load_examples.mock_calls] == ["train", "test", "test"]
 
 
 def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
@@ -1169,14 +1167,13 @@ def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
     settings = {"dataset": write_rows(tmp_path / "verl.jsonl", [verl]), "eval_prompts": 3}
     settings |= {"eval_dataset": f"{text}:train,{text}:train[:2]", "max_completion_tokens": 8}
     settings |= {"model": save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE)}
-    more = {"system_prompt": "9", "chat_template_kwargs": '{"enable_thinking": false}'}
-    task = dppo.load_task(Config(**settings, **more))
+    kwargs = '{"enable_thinking": false, "add_generation_prompt": false}'  # the latter not heeded
+    task = dppo.load_task(Config(**settings, system_prompt="9", chat_template_kwargs=kwargs))
     [example] = task.train
     assert example["prompt"] == [{"role": "system", "content": "9"}, messages[1]]
     assert task.tokenizer.decode(example["prompt_ids"]) == "912=0"
     assert example["answer"] == "21"
     assert [len(examples) for examples in task.evals.values()] == [3, 2]
-    assert dppo.load_task(Config(**settings)).train[0]["prompt"] == messages
 
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
@@ -1186,66 +1183,61 @@ def test_without_evaluation_sets_at_most_a_fifth_is_held_out(eval_prompts, held_
     trained = [example["question"] for example in task.train]
     evaluated = [example["question"] for example in itertools.chain(*task.evals.values())]
     assert len(evaluated) == held_out and len({*trained, *evaluated}) == 80
+    assert len(trained) == 80 - held_out  # what is evaluated is not trained on
+    assert list(task.evals) == ["held out"][:held_out]
     assert trained != sorted(trained)  # shuffled
     assert (task.train, task.evals) == (other.train, other.evals)  # not by the seed
 
 
-def test_prompts_are_there_once_and_what_is_evaluated_is_not_trained_on(user, tmp_path):
-    rows = [{"question": f"{a % 30}=", "answer": f"{a}"} for a in range(90)]
-    data = write_rows(tmp_path / "a.jsonl", rows)
-    task = dppo.load_task(Config(**user | {"dataset": data, "eval_dataset": f"{data}:train[:4]"}))
-    trained = {example["question"] for example in task.train}
-    assert len(trained) == len(task.train) == 26
-    assert not trained & {example["question"] for example in task.evals[f"{data}:train[:4]"]}
-
-
-def test_rule_reward_model_and_data_may_be_one_s_own(user, main, out):
-    settings = {"eval_dataset": f"{user['dataset']}:train[:9]", "output_dir": out, "steps": 4}
-    settings |= {"method": "test_dppo:KeepLargest", "reward": "test_dppo:short"}
-    main(**user, **settings, prompts_per_step=4)
-
-
 # ==== 11. The embedded task ====
-@pytest.mark.parametrize("eval_prompts", [0, 2, 61, 3000])
+@pytest.mark.parametrize("eval_prompts", [0, 2, 300])
 def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(eval_prompts):
-    train, evals, _ = dppo.sorting_data(Config(eval_prompts=eval_prompts))
+    train, evals, tokenizer = dppo.sorting_data(Config(eval_prompts=eval_prompts))
     for size, low, high in dppo.SORTING.values():
         of_class = [e for e in train.values() if low <= len(e["answer"]) <= high]
         assert len(of_class) == size
-        for example in of_class:
-            assert sorted(example["prompt"]) == [*example["answer"], "="]
+        assert all(sorted(e["prompt"]) == [*e["answer"], "="] for e in of_class)
     assert evals.keys() == {"middle"} and len(evals["middle"]) == eval_prompts
     assert not train.keys() & evals["middle"].keys()
     assert {len(e["answer"]) for e in evals["middle"].values()} <= {9, 10, 11, 12}
     assert train == dppo.sorting_data(Config(eval_prompts=99, seed=1))[0]
+    _, ids = dppo.encode_prompt("12=", Config(), tokenizer)
+    assert ids[-1] == ord("=") + 3  # and not the end id, with which ByT5 ends every text
 
 
-def test_first_runs_make_the_same_whole_model_and_later_ones_take_it(tmp_path, monkeypatch):
+def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkeypatch):
+    """Of 9 digits and more, some sorted answers have mistakes."""
+
     def train_step(model, optimizer, sequences, *_):
-        model.lm_head.weight.data += sum(sequences[0][1])
+        model.lm_head.weight.data += sum(sequences[0].completion)
 
-    monkeypatch.setattr(dppo, "train_step", train_step)
-    models = []
+    tokenizer, models, wrong = transformers.ByT5Tokenizer(extra_ids=0), [], set()
+    demonstrated = mock.Mock(side_effect=train_step)
+    monkeypatch.setattr(dppo, "train_step", demonstrated)
+    monkeypatch.setattr(torch, "save", mock.Mock(wraps=torch.save))
     for cache in (tmp_path / "one", tmp_path / "two", tmp_path / "two"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        models.append(dppo.warm_started(transformers.ByT5Tokenizer(extra_ids=0)).lm_head.weight)
+        models.append(dppo.warm_started(tokenizer).lm_head.weight)
         assert len([path for path in cache.rglob("*") if path.is_file()]) == 1
     assert torch.equal(models[0], models[1]) and torch.equal(models[1], models[2])
+    assert not [call for call in torch.save.mock_calls if call.args[1].suffix == ".pt"]  # half
+    for (_, _, sequences, *_, config), _ in demonstrated.call_args_list[:100]:
+        assert config.temperature == 1
+        for prompt, (*digits, end) in sequences:
+            assert end == tokenizer.eos_token_id
+            wrong.add((len(digits) < 9, digits != sorted(prompt[:-1])))
+    assert wrong == {(True, False), (False, False), (False, True)}
 
 
 # ==== 12. Settings ====
 BAD_SETTINGS = [
-    ("--prompt_prune_rate 1", "--prompt_prune_rate 1.0 must"),
+    ("--group_size 1", "--group_size 1 must"),
     ("--method dpo", "--method dpo is not one of "),
     ("--method test_dppo", "it cannot be called; write module:name"),
     ("--reward test_dppo", "it cannot be called; write module:name"),
-    ("--objective ppo", "invalid choice: 'ppo' (choose from 'grpo', 'dr_grpo'"),
-    ("--chat_template_kwargs {", "--chat_template_kwargs must be a JSON object"),
-    ("--dataset x", "--model or --dataset is missing"),
+    ("--system_prompt x", "--model or --dataset is missing"),
     ("--output_dir {run}", "{run} exists: name another --output_dir"),
     ("--resume {run}", "{run}/checkpoint.pt cannot be read: [Errno 2] No such file"),
-    ("--history {run}/x", "{run}/x/checkpoint.pt cannot be read: [Errno 2] No such file"),
-    ("--resume x", "x/config.json"),
 ]
 
 
@@ -1263,8 +1255,7 @@ def test_numbers_that_would_train_on_nonsense_are_refused():
     for option in fields(Config):
         value = getattr(Config(), option.name)
         if isinstance(value, (int, float)):
-            wrong = [-1, math.nan, math.inf] + [0] * (option.name in dppo.LEAST)
-            for nonsense in wrong:
+            for nonsense in [-1, math.nan, math.inf] + [0] * (option.name in dppo.LEAST):
                 with pytest.raises(ValueError, match=f"^--{option.name} {nonsense} must"):
                     Config(**{option.name: nonsense})
 
@@ -1279,27 +1270,27 @@ def records(out):
     return kept
 
 
-def test_a_seed_gives_the_same_metrics_however_often_one_evaluates(tmp_path):
-    settings = {"method": OURS, "objective": "dapo", "inner_epochs": 2, "steps": 6}
-    run(tmp_path / "first", seed=4, **settings)
-    run(tmp_path / "again", seed=4, eval_every=2, **settings)
-    assert records(tmp_path / "first") == records(tmp_path / "again")
-    for name, expected in (("first", [0, 6]), ("again", [0, 2, 4, 6])):
-        evaluated = [line["step"] for line in metrics(tmp_path / name) if "evaluation" in line]
-        assert evaluated == expected
-
-
-def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp_path):
+def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     [evaluations] = spy(monkeypatch, "evaluate")
-    summary = run(tmp_path / "one", steps=4, eval_every=2, learning_rate=0.0)
-    assert [result for _, result in evaluations] == [summary["before"]] * 3
-    assert summary["after"] == summary["before"]
-    run(tmp_path / "two", steps=5, eval_every=2)
-    assert len(evaluations) == 7  # before, after steps 2 and 4, and at the end
-    assert run(tmp_path / "three", steps=0)["after"] == summary["before"]
-    assert len(evaluations) == 8
-    lines = [record["evaluation"] for record in metrics(tmp_path / "one")[::2]]
-    assert lines == [summary["before"]] * 3  # the first line is of step 0
+    before = run(tmp_path / "one", steps=5, eval_every=2, learning_rate=0.0)["before"]
+    assert [result for _, result in evaluations] == [before] * 4
+    kept = {line["step"]: line.get("evaluation") for line in metrics(tmp_path / "one")}
+    assert kept == {0: before, 1: None, 2: before, 3: None, 4: before, 5: before}
+    printed = re.findall(r"^step (\d): accuracy 0\.17$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == ["0", "2", "4", "5"]
+    assert run("", steps=0)["after"] == before and len(evaluations) == 5
+    [folder] = (tmp_path / "runs").iterdir()  # without --output_dir
+    assert summary_of(folder)["after"] == before
+
+
+def test_an_evaluation_is_of_all_prompts_in_parts_with_the_settings_of_training(monkeypatch):
+    [calls] = spy(monkeypatch, "sample")
+    task, config = tiny_task(evals=5), Config(rollout_batch_size=9, max_completion_tokens=2)
+    dppo.evaluate(task, config)
+    ids = [example["prompt_ids"] for example in task.evals["some"]]
+    assert [prompts for (_, prompts, *_), _ in calls] == [ids[:2], ids[2:4], ids[4:]]
+    assert all(samples == 4 and settings is config for (*_, samples, settings), _ in calls)
 
 
 def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(out):
@@ -1307,21 +1298,21 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(o
     task = tiny_task(lambda prompts, **_: next(graded, [None] * len(prompts)))
     task.evals = {"one": task.train[:2], "two": task.train[:3], "three": task.train[:1]}
     result = dppo.evaluate(task, Config(eval_samples=2))
-    assert result["accuracy"] == 4 / 8
-    assert result["one"] == {"avg@2": 0.25, "pass@2": 0.5}
-    assert result["two"] == {"avg@2": 0.75, "pass@2": 1.0}
+    means = {"one": {"avg@2": 0.25, "pass@2": 0.5}, "two": {"avg@2": 0.75, "pass@2": 1.0}}
+    assert result.items() > means.items() and result["accuracy"] == 4 / 8
     run(out, task, steps=2, objective="dapo")
     for name in ("summary.json", "metrics.jsonl"):
         assert "null" in (out / name).read_text() and "NaN" not in (out / name).read_text()
 
 
-FIRST = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
-
-
-def test_where_nothing_is_held_out_the_last_line_says_so(out, capsys):
-    run(out, tiny_task(evals=0), steps=2)
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("nothing was evaluated; ")
+@pytest.mark.parametrize("evals, told", [(4, "accuracy: some 0.10 -> 0.20;"), (0, "nothing was")])
+def test_the_last_line_says_what_was_evaluated(evals, told, monkeypatch, capsys, out):
+    results = [{"accuracy": mean, "some": {"avg@4": mean}} for mean in (0.1, 0.2)]
+    monkeypatch.setattr(dppo, "evaluate", mock.Mock(side_effect=results))
+    summary = run(out, tiny_task(evals=evals), steps=1)
+    assert [summary["before"], summary["after"]] == results
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(told) and last.endswith(f"results are in {out}")
 
 
 def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained(monkeypatch):
@@ -1335,8 +1326,9 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     step.w = torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]).double()
     step.sequences = [Sequence([2 + i], ids) for i, ids in enumerate(completions)]
     monkeypatch.setattr(dppo, "dppo_step", lambda *_: step)
+    first = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
     optimizer = SimpleNamespace(param_groups=[{}])
-    record = dppo.make_step(FIRST, task, None, optimizer, None, Config())
+    record = dppo.make_step(first, task, None, optimizer, None, Config())
     expected = {"prompts_seen": 5, "prompts_rolled": 3, "reward": 2 / 3, "kl": 5, "weight_max": 3}
     expected |= {"zero_variance_fraction": 1 / 3, "truncated_fraction": 1 / 6}
     assert {name: record[name] for name in expected} == pytest.approx(expected)
@@ -1344,20 +1336,9 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     assert (record["rewards"], record["weights"]) == ([1, 1], [1, 3])
 
 
-def test_the_seconds_of_a_run_are_of_all_its_steps_also_if_it_was_resumed(out):
-    run(out, steps=3)
-    summary = run(out, steps=5)
-    steps = sum(recorded(out, "rollout_seconds")) + sum(recorded(out, "train_seconds"))
-    assert min(recorded(out, "rollout_seconds") + recorded(out, "train_seconds")) > 0
-    assert summary_of(out)["seconds"] == summary["seconds"] == pytest.approx(steps)
-
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-
-
 # ---- Interruptions and resuming
 SMALL = {"prompts_per_step": 4, "save_every": 1, "method": OURS, "objective": "dapo"}
-SMALL |= {"steps": 10, "inner_epochs": 2, "learning_rate": 1e-3}
+SMALL |= {"inner_epochs": 2, "learning_rate": 3e-2}
 
 
 def assert_same_run(one, other):
@@ -1371,106 +1352,71 @@ def assert_same_run(one, other):
 
 
 TWO_PARTS = [(torch.float32, SMALL), (torch.float32, {"objective": "gspo", "beta": 0.1})]
-TWO_PARTS += [(torch.bfloat16, {"learning_rate": 1e-4})]
+TWO_PARTS += [(torch.bfloat16, {"learning_rate": 1e-4}), (torch.float32, {"history": "first"})]
 
 
 @pytest.mark.parametrize("dtype, settings", TWO_PARTS)
-def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, tmp_path):
+def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_path):
+    """The metrics are written anew, from the checkpoint. The model that is saved is the trained."""
+    monkeypatch.chdir(tmp_path)
+    run(Path("first"), steps=3)  # for the history of another
     for out, steps in (("one", 8), ("two", 5), ("two", 8)):
         task = tiny_task(model=tiny_model(dtype))
-        run(tmp_path / out, task, **settings | {"steps": steps, "eval_every": 3})
-    assert_same_run(tmp_path / "one", tmp_path / "two")
-
-
-def was_killed(out, seconds):
-    """Makes a run in a process of its own, new or resumed, and kills it after so many seconds."""
-    child = os.fork()
-    if child == 0:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # kills, as no one handles it; 0: never
-        try:
-            run(out, **SMALL)
-        finally:
-            os._exit(not (out / "summary.json").exists())
-    _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGALRM)
-    return status != 0
-
-
-def kill_often(folder):
-    tiny_task()  # imports what is imported late, as otherwise each process would
-    start = time.perf_counter()
-    assert not was_killed(folder / "whole", 0)
-    duration, rng, kills = time.perf_counter() - start, random.Random(0), 0
-    while was_killed(folder / "killed", rng.uniform(0.1, 0.7) * duration):
-        kills += 1
-        if not (folder / "killed" / "checkpoint.pt").exists():  # it starts again
-            shutil.rmtree(folder / "killed", ignore_errors=True)
-    assert kills > 0
-    assert_same_run(folder / "whole", folder / "killed")
-
-
-def test_slow_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(tmp_path):
-    code = f"import pathlib, test_dppo; test_dppo.kill_often(pathlib.Path({str(tmp_path)!r}))"
-    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+        summary = run(tmp_path / out, task, **settings | {"steps": steps, "eval_every": 3})
+        if steps == 5:
+            (tmp_path / "two" / "metrics.jsonl").write_text("{}\n" * 9)
+    two = tmp_path / "two"
+    assert_same_run(tmp_path / "one", two)
+    seconds = recorded(two, "rollout_seconds") + recorded(two, "train_seconds")
+    assert min(seconds) > 0 and sum(seconds) == pytest.approx(summary["seconds"])
+    saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")
+    assert torch.equal(saved.lm_head.weight, task.model.lm_head.weight)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(two / "model")
+    assert tokenizer.encode("12=") == task.tokenizer.encode("12=")
 
 
 def test_a_process_that_dies_saving_leaves_the_last_checkpoint(monkeypatch, out):
-    run(out, steps=2)
-    whole = (out / "checkpoint.pt").read_bytes()
-
     def save(saved, path):
         path.write_bytes(b"half")
         raise SystemError
 
-    with monkeypatch.context() as patch, pytest.raises(SystemError):
-        patch.setattr(torch, "save", save)
+    run(out, steps=2)
+    whole = (out / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(SystemError):
         run(out, steps=4)
     assert (out / "checkpoint.pt").read_bytes() == whole
 
 
-def files_of(folder):
-    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 @pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
-def test_a_run_of_which_a_file_is_missing_or_cut_is_refused_and_left_as_it_is(name, out):
+def test_a_run_of_which_a_file_is_cut_is_refused_and_left_as_it_is(name, out):
     run(out, steps=2)
-    whole = (out / name).read_bytes()
-    middle = whole[:300] + bytes(len(whole) - 600) + whole[-300:]
-    for damaged in (None, whole[:-100], middle):
-        (out / name).unlink() if damaged is None else (out / name).write_bytes(damaged)
-        before = files_of(out)
-        with pytest.raises((ValueError, FileNotFoundError)):
-            run(out, steps=4, resume=str(out))
-        assert files_of(out) == before
-
-
-@pytest.mark.parametrize("damage", [b"", b"{}\n" * 9, None])
-def test_metrics_are_written_anew_from_the_checkpoint(damage, tmp_path):
-    for folder, steps in (("whole", 4), ("damaged", 2)):
-        run(tmp_path / folder, steps=steps)
-    metrics_file = tmp_path / "damaged" / "metrics.jsonl"
-    metrics_file.unlink() if damage is None else metrics_file.write_bytes(damage)
-    run(tmp_path / "damaged", steps=4)
-    assert records(tmp_path / "whole") == records(tmp_path / "damaged")
+    (out / name).write_bytes((out / name).read_bytes()[:-100])
+    before = [path.read_bytes() for path in out.glob("*.*")]
+    with pytest.raises(ValueError):
+        run(out, steps=4, resume=str(out))
+    assert [path.read_bytes() for path in out.glob("*.*")] == before
 
 
 def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
     run(out, steps=2)
-    before, other = files_of(out), tiny_task()
-    other.train[3]["answer"] = "0"
+    before = [path.read_bytes() for path in out.glob("*.*")]
+    next_day = tiny_task()
+    next_day.train[3]["prompt_ids"] = [5]  # as of a chat template that has the date
     different = {"eval_prompts": 3, "temperature": 0.1, "reward": "test_dppo:short", "seed": 1}
+    different |= {"learning_rate": 1e-3, "objective": "dapo", "beta": 0.1}
     for name, value in different.items():
         with pytest.raises(ValueError, match=f"--{name} must be"):
             run(out, **{name: value})
-    for task, method in ((tiny_task(prompts=15), PAPER), (other, PAPER), (None, "grpo")):
+    for method, change in (("grpo", {}), (PAPER, {"prompt": "0="}), (PAPER, {"answer": "0"})):
+        other = tiny_task()
+        other.train[3] |= change
         with pytest.raises(ValueError, match="was made with another method or other data"):
-            run(out, task, method=method)
-    assert files_of(out) == before
+            run(out, other, method=method)
+    assert [path.read_bytes() for path in out.glob("*.*")] == before
     new = {"micro_batch_tokens": 100, "rollout_batch_size": 8, "save_every": 1, "eval_every": 1}
-    run(out, steps=4, **new)
+    run(out, next_day, steps=4, **new)
     assert json.loads((out / "config.json").read_text()).items() > new.items()  # from now on
-    assert recorded(out, "step") == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("method", [PAPER, OURS])
@@ -1479,9 +1425,8 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     run(tmp_path / "first", tiny_task(prompts=4, evals=0), steps=8, **settings)
     saved = torch.load(tmp_path / "first" / "checkpoint.pt")
     settings |= {"history": str(tmp_path / "first")}
-    for message, prompts, other in (("other data", 5, {}), ("method", 4, {"method": "grpo"})):
-        with pytest.raises(ValueError, match=message):
-            run(tmp_path / "other", tiny_task(prompts=prompts), **settings | other)
+    with pytest.raises(ValueError, match="another method"):
+        run(tmp_path / "other", tiny_task(prompts=4), **settings | {"method": "grpo"})
     monkeypatch.setattr(torch, "load", mock.Mock(wraps=torch.load))
     config = Config(**settings, output_dir=str(tmp_path / "second"))
     task, rule = tiny_task(prompts=4, evals=0), config.rule(config, 4)
@@ -1497,87 +1442,59 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     transformers.set_seed.assert_called_with(last["candidates_so_far"])  # no draw is made twice
 
 
-@pytest.mark.parametrize("times, kept", [(1, 6), (2, 4)])
-def test_ctrl_c_and_a_second_ctrl_c(times, kept, main, monkeypatch, capsys, out):
-    """While a run of 9 steps that saves every 4 is in its sixth: it ends after that, or at once."""
-    calls = itertools.count(1)
+def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(main, monkeypatch, capsys, out):
+    calls = itertools.count(0)
 
     def reward(**columns):
-        if next(calls) == 1 + 6:  # the first is the evaluation
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+        if next(calls) == 6:  # in the sixth step, as the first call is of the evaluation
+            signal.raise_signal(signal.SIGINT)
         return lengths_reward(**columns)
 
     monkeypatch.setattr(dppo, "load_task", lambda config: tiny_task(reward))
     with pytest.raises(SystemExit) as exit_:
-        main(steps=9, prompts_per_step=4, output_dir=out, save_every=4)
+        main(steps=9, prompts_per_step=4, output_dir=out, save_every=0)
     assert exit_.value.code == 130
-    told = capsys.readouterr()
-    assert "stops after this step; Ctrl-C again stops at once" in told.err
-    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == kept
-    assert (out / "model").exists() == (times == 1)
-    assert (f"go on with: python dppo.py --resume='{out}'" in told.out) == (times == 1)
-    main(resume=out)
-    assert recorded(out, "step") == list(range(1, 10))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a second stops at once
+    assert f"go on with: python dppo.py --resume='{out}'" in capsys.readouterr().out
+    assert recorded(out, "step") == [1, 2, 3, 4, 5, 6]
+    transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    main(steps=8, resume=out)
+    assert recorded(out, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_out_of_memory_is_reported_with_advice(main, monkeypatch):
+    monkeypatch.setattr(dppo, "load_task", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(SystemExit, match="lower --micro_batch_tokens"):
+        main()
 
 
 def test_of_two_runs_in_a_folder_the_later_is_refused(monkeypatch, out):
-    def evaluate(task, config):
-        out.mkdir()  # meanwhile, another has begun
-        return {"accuracy": 0.0}
-
-    monkeypatch.setattr(dppo, "evaluate", evaluate)
+    monkeypatch.setattr(dppo, "evaluate", lambda *_: out.mkdir() or {"accuracy": 0.0})  # faster
     with pytest.raises(ValueError, match="cannot be written: .* File exists"):
         run(out)
 
 
-@pytest.mark.parametrize(
-    "threads, own_model, expected", [(4, False, [2]), (1, False, [1]), (4, True, [])]
-)
-def test_the_embedded_model_takes_half_of_the_threads(
-    threads, own_model, expected, user, main, monkeypatch
-):
+@pytest.mark.parametrize("threads, own, calls", [(4, 0, [2]), (1, 0, [1]), (4, 1, [])])
+def test_the_embedded_model_takes_half_the_threads(threads, own, calls, user, main, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
-    monkeypatch.setattr(dppo, "load_task", lambda config: None)
-    monkeypatch.setattr(dppo, "train", lambda config, task: None)
-    main(**user if own_model else {})
-    assert [call.args[0] for call in torch.set_num_threads.mock_calls] == expected
+    for name in ("load_task", "train"):
+        monkeypatch.setattr(dppo, name, mock.Mock())
+    main(**user if own else {})
+    assert [call.args[0] for call in torch.set_num_threads.mock_calls] == calls
 
 
-# ---- The plain command, for which the other tests leave a core idle
-@pytest.fixture(scope="session", autouse=True)
-def plain_command(request, tmp_path_factory):
-    """Runs in the background, if its test is among those chosen."""
-    if not any("plain_command" in item.name for item in request.session.items):
-        yield
-        return
-    folder = tmp_path_factory.mktemp("plain")
-    command = [sys.executable, dppo.__file__, "--steps", "40", "--output_dir", folder / "run"]
+def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, dppo.__file__, "--steps", "40", "--output_dir", str(out)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TQDM_DISABLE": "1"}
     command += ["--prompts_per_step", "32"]  # an epoch has 32 steps
-    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache"), "TQDM_DISABLE": "1"}
-    with (folder / "printed").open("w") as printed:
-        process = subprocess.Popen(command, stdout=printed, stderr=printed, env=environment)
-        yield folder, process
-        process.kill()
-        process.wait()
-
-
-def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(plain_command):
-    folder, process = plain_command
-    out = folder / "run"
-    assert process.wait() == 0, (folder / "printed").read_text()[-3000:]
-    line = (folder / "printed").read_text().splitlines()[-1]
-    accuracies = r"accuracy: middle \d.\d\d -> \d.\d\d; \d+ s of training"
-    assert re.match(f"{accuracies}; results are in {re.escape(str(out))}$", line)
-    printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", (folder / "printed").read_text(), re.M)
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", told.stdout, re.MULTILINE)
     assert printed == ["0", "10", "20", "30", "40"]
     summary = summary_of(out)
     assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.12
-    files = {"metrics.jsonl", "summary.json", "config.json", "checkpoint.pt", "model"}
-    assert files.issuperset(os.listdir(out))
+    files = ["checkpoint.pt", "config.json", "metrics.jsonl", "model", "summary.json"]
+    assert sorted(os.listdir(out)) == files
     assert sum(recorded(out, "prompts_rolled")) < 0.8 * sum(recorded(out, "prompts_seen"))
-    transformers.AutoModelForCausalLM.from_pretrained(out / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
-    _, ids = dppo.encode_prompt("12=", Config(), tokenizer)
-    assert ids[-1] == ord("=") + 3  # and not the end id
