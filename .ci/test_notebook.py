@@ -1,5 +1,4 @@
-"""Tests of the two modules that cells of the notebook write, math_reward.py and dppo_trl.py, and of
-the rules in README.
+"""Tests of the modules in the notebook, math_reward.py and dppo_trl.py, and of the rules in README.
 
 python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is installed
 """
@@ -34,14 +33,13 @@ from test_dppo import (
 NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
 
 
-def written_by_the_notebook(name, **known):
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        first, *code = cell["source"]
-        if first == f"%%writefile {name}\n":
-            module = known | {"__name__": "example"}
-            exec("".join(code), module)
-            return module
-    raise ValueError(f"no cell of the notebook writes {name}")
+def from_the_notebook(first, **known):
+    """The module in a cell or in a block of code whose first line starts like this."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    _, code = "\n```\n".join("".join(cell["source"]) for cell in cells).split(first)
+    module = known | {"__name__": "example"}
+    exec("#" + code.split("\n```")[0], module)  # the rest of the first line is no code
+    return module
 
 
 # ==== README's rules ====
@@ -93,7 +91,7 @@ ANSWERS = [
 @pytest.mark.parametrize("completion, gold, grade", ANSWERS)
 def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade):
     pytest.importorskip("math_verify")
-    reward = written_by_the_notebook("math_reward.py")["reward"]
+    reward = from_the_notebook("# math_reward.py")["reward"]
     for given in (completion, [{"role": "assistant", "content": completion}]):
         assert reward(["?"], [given], answer=[gold], level=[1]) == [grade]
 
@@ -106,7 +104,7 @@ SEQUENCES = random_sequences()[: N * G]
 
 
 def trl_example():
-    return written_by_the_notebook("dppo_trl.py", trl=pytest.importorskip("trl"))
+    return from_the_notebook("%%writefile dppo_trl.py", trl=pytest.importorskip("trl"))
 
 
 def trl_settings(trl, folder, prompts=N, loss_type="grpo", **arguments):
