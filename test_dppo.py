@@ -2,33 +2,33 @@
 
 The first test is the idea, by hand, in four numbers. Then follows the proof for the whole step.
 
-THEOREM. Let everything of a step be given but what is pruned: the policy theta, an unbiased rule
-and its memory, the order of the prompts, the completions of the N candidates and, for dapo, the
-mean length of earlier steps. (A pruned prompt has no completions. Those given for it are what it
-would have had, of the same distribution, if it had been kept.) Then the loss L_hat that is trained
-has, on average over the draws of prompts and completions to keep, the gradient of the full loss L,
-the mean of l_i over all N G completions: E[grad L_hat] = grad L.
+THEOREM. Let everything of a step be given but the draws: the policy theta, a rule, with pi > 0
+wherever there is a gradient, and its memory, the order of the prompts, the completions of the N
+candidates (for a pruned prompt, those that it would have had) and, for dapo, the mean length of
+earlier steps. Then the loss L_hat of the first update has, on average over the draws, the gradient
+of the full loss L, the mean of l_i over all N G completions: E[grad L_hat] = grad L.
 
-PROOF. Each step has its tests, in this order. Step 1 is a lemma. The tests of 1 and 6 are instances
-of it and of the theorem, in which every outcome of the draws is enumerated.
+PROOF. Steps 1 and 6 are mathematics, 2 to 5 facts about the code. Each has tests, in this order.
+All are instances, on small models; those of 1 and 6 enumerate every outcome of the draws.
 
   1. Where pi > 0, a draw gives a weight of expectation pi (1/pi) + (1 - pi) 0 = 1, as a tooth of
-     its comb falls on an item with probability pi. The pi of completions are fixed once prompts
-     are drawn, so w_i = w_q w_qi has expectation 1, too, unless l_i has no gradient.
+     its comb falls on an item with probability pi. Whichever prompts are drawn, w_qi then has
+     expectation 1, and so w_i = w_q w_qi has it, too, unless l_i has no gradient.
   2. The gradient of train_step is linear in the shares: it is sum_i share_i h_i, where h_i is the
      gradient of the sum of the token losses of completion i alone.
   3. Token losses and Z are the formulas of the objective: l_i is 1/Z_i times that sum.
   4. Packing changes neither log-probabilities nor gradients.
   5. dppo_step trains completion i on its advantage in its whole group and with share_i = w_i/(N G
-     Z_i), and draws completions anew for every update.
+     Z_i), in which no draw changes N or Z_i, and draws completions anew for every update.
   6. Hence E[grad L_hat] = sum_i E[w_i] h_i/(N G Z_i) = grad L. A small Qwen3 shows it: the gradient
      of dppo_step itself, averaged over every outcome of both draws, is that of the full batch.
 
 Then come six ways to lose unbiasedness, of which dppo.py refuses the third, and what a policy
 learns without it. Not proven: that random numbers are random (one test counts them), and draws
 independent; that a rollout has the same distribution whichever other prompts survive; anything
-about the update, as Adam and clipping the norm are not linear; and updates after the first on one
-rollout, for which prompts cannot be drawn anew.
+about other models, or bfloat16, where packing rounds; the update, as Adam and clipping the norm are
+not linear; updates after the first on one rollout, for which prompts cannot be drawn anew; and that
+prompts count the same over an epoch, as windows differ in size (see prune_prompts).
 """
 
 import itertools
@@ -99,7 +99,7 @@ class OwnRule(dppo.Rule):
     """As somebody might write one: any probabilities that are known before the draw."""
 
     def prompt_probabilities(self):
-        return torch.tensor([0.25, 0.5, 0.75, 0.5, 1.0, 0.5])
+        return torch.tensor([0.25, 0.5, 0.75, 0.5, 0.9, 0.5])
 
     def completion_probabilities(self, advantages, prompt_weights):
         return torch.where(advantages < 0, 0.3, 1.0)
@@ -251,8 +251,8 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
 
 
 def test_packing_changes_neither_log_probabilities_nor_gradients():
-    """Against the model's own forward pass on one sequence at a time. Logits are made of 512 tokens
-    at a time. Here are more."""
+    """Against a small Qwen3's own forward pass on one sequence at a time. Logits are made of 512
+    tokens at a time. Here are more."""
     given = Given(micro_batch_tokens=2000)
     sequences = [Sequence(prompt, 20 * completion) for prompt, completion in given.sequences]
     model, packed, alone = given.model, 0.0, 0.0
@@ -286,7 +286,7 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
     run(out, task, objective=objective, prompts_per_step=8, inner_epochs=2, steps=12)
     assert max(N for _, (N, _, _) in windows) > 8
     for n, ((_, _, sequences, A, shares, _, _, config), _) in enumerate(updates):
-        N, prompts, w_q = windows[1 + n // 2][1]  # the first was a trial of the rule
+        N, prompts, w_q = windows[1 + n // 2][1]  # windows[0] is the trial in start
         ids, completions = zip(*sequences)
         assert list(ids[:: A.shape[1]]) == [task.train[q]["prompt_ids"] for q in prompts]
         examples = [{"prompt": prompt} for prompt in task.tokenizer.batch_decode(ids)]
@@ -299,7 +299,7 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
         Z = {"grpo": lengths, "dapo": m, "dr_grpo": config.max_completion_tokens}[objective]
         w = w_q[:, None] * draws[n][1]
         assert torch.allclose(shares, w / (N * A.shape[1] * Z))
-        assert recorded(out, "weight_max")[n // 2] == w.max() or n % 2 == 0
+        assert n % 2 == 0 or recorded(out, "weight_max")[n // 2] == w.max()  # of the second
         m = 0.9 * m + 0.1 * own if n % 2 else m  # after the second update of a step
     assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
 
@@ -325,7 +325,7 @@ def test_later_updates_compare_with_the_policy_that_sampled(monkeypatch, out):
 
 ONCE, ONE_TWICE = [0, 1, 2, 3, 4, 5], [0, 1, 0, 4, 2, 5]
 STEPS = [(PAPER, "grpo", 0.0, ONCE), (OURS, "grpo", 0.0, ONCE), (OURS, "grpo", 0.1, ONCE)]
-STEPS += [(PAPER, "gspo", 0.0, ONCE), (OURS, "dapo", 0.0, ONCE)]
+STEPS += [(PAPER, "gspo", 0.0, ONCE), (OWN, "dapo", 0.0, ONCE)]
 STEPS += [(PAPER, "dr_grpo", 0.0, ONE_TWICE)]
 
 
@@ -392,8 +392,8 @@ def test_3_removing_the_lowest_for_certain_is_refused():
 
 
 def test_4_looking_on_until_a_prompt_survives_is_biased_in_a_toy():
-    """dppo.py only draws here. Of prompts of value 1, 0, 0, 0, each kept with probability 1/2, one
-    looks on until one survives, and averages over those that were looked at."""
+    """dppo.py only draws here. Of prompts of value 1, 0, 0, 0, each kept with probability 1/2, take
+    some until one survives, and average over those that were looked at."""
     values, bias = torch.tensor([1.0, 0.0, 0.0, 0.0]), 0.0
     for p, weights in every_draw(torch.full((4,), 0.5).double()):
         looked_at = int(weights.nonzero()[0]) + 1
@@ -413,7 +413,7 @@ def test_5_a_draw_used_again_for_a_second_update_is_biased(r_q, r_o):
         return given.gradient(given.shares(w if again else torch.ones_like(w)))
 
     outcomes = every_weight(r_q=r_q, r_o=r_o)
-    full = sum(p * second_gradient(False, w) for p, (_, w) in outcomes)  # the mean of draws anew
+    full = sum(p * second_gradient(False, w) for p, (_, w) in outcomes)  # the mean of new draws
     assert relative_bias(partial(second_gradient, True), full, r_q=r_q, r_o=r_o) > 0.05
 
 
@@ -452,7 +452,7 @@ def test_without_weights_a_policy_learns_to_guess_and_with_them_to_pass(rule):
         grad_log_p = unknown * (guess.double() - theta.sigmoid())
         theta += 3 * (w * A * grad_log_p).sum() / (N * G)
         seen += N
-    assert theta.sigmoid() < 0.2 if rule.unbiased else theta.sigmoid() > 0.8
+    assert theta.sigmoid() < 0.3 if rule.unbiased else theta.sigmoid() > 0.7
 
 
 # ==== What the tests work on ====
@@ -632,8 +632,8 @@ def test_of_unlikely_prompts_exactly_one_is_kept_by_its_share_of_the_chances():
     rule = dppo.Rule(Config(), 3)
     rule.prompt_probabilities = mock.Mock(return_value=torch.tensor([0.1, 0.2, 0.1]))
     results = every_result(lambda: prune_prompts(rule, torch.arange(3), 8, None))
-    chances = {tuple(kept.tolist()): p for p, (_, kept, _) in results}
-    assert chances == pytest.approx({(0,): 0.25, (1,): 0.5, (2,): 0.25})
+    chances = {(kept.item(), round(w.item())): p for p, (_, kept, w) in results}
+    assert chances == pytest.approx({(0, 4): 0.25, (1, 2): 0.5, (2, 4): 0.25})
 
 
 def test_a_score_is_the_mean_of_the_last_visit_and_that_of_other_prompts_stays():
