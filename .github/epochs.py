@@ -61,11 +61,6 @@ def with_answer(example, answer, tokenizer):
     return dppo.Sequence(example["prompt_ids"], completion)
 
 
-def exact(prompts, completions, answer, **columns):
-    texts = [dppo.text_of(completion).strip() for completion in completions]
-    return [float(text == right) for text, right in zip(texts, answer)]
-
-
 def make_task(path):
     """The data, and the model after 25 steps of demonstrations, in which half of the sums of two
     digits have a random number as their answer -> task, held-out examples."""
@@ -91,7 +86,7 @@ def make_task(path):
         if example["prompt"][-1]["content"] not in taken:
             taken.add(example["prompt"][-1]["content"])
             held_out.append(example)
-    task = dppo.Task(train, {}, tokenizer, exact, model, [tokenizer.eos_token_id])
+    task = dppo.Task(train, {}, tokenizer, dppo.exact, model, [tokenizer.eos_token_id])
     return task, held_out
 
 
