@@ -13,6 +13,10 @@ arm, all from the same model, with a fresh optimizer and with their rule's memor
     T  dppo-proportional
     P  dppo
 
+The settings, and bfloat16, in which a GPU would train, were chosen by a run of the control alone
+(seed 100). It ended its epochs at 0.28, 0.47, 0.54 and 0.64, and in the last three 30, 20 and 16%
+of the groups had a gradient.
+
 Measured is the mean probability of the right answer to 96 held-out sums of two digits, without
 sampling. Primary: its mean over the evaluations after the first epoch, T - C, paired by seed, with
 a 95% t-interval. Secondary: the tokens that T generates until it is where C ends, over those of C;
@@ -65,7 +69,7 @@ def make_task(path):
     """The data, and the model after 25 steps of demonstrations, in which half of the sums of two
     digits have a random number as their answer -> task, held-out examples."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     rng, size = random.Random(0), 24
     optimizer, config = dppo.MasterAdam(model, 1e-5), dppo.Config(**SETTINGS)
     for _ in range(25):
