@@ -46,7 +46,7 @@ def from_the_notebook(first, **known):
 def test_the_rules_in_readme_prune_without_bias():
     readme = NOTEBOOK.with_name("README.md").read_text()
     blocks = re.findall("```python\n(.*?)```", readme, re.DOTALL)
-    [code] = [block for block in blocks if "(dppo.Rule)" in block]
+    [code] = [block for block in blocks if "(dppo." in block]
     known = {}
     exec(code, known)
     rules = [value for value in known.values() if isinstance(value, type)]
