@@ -733,7 +733,7 @@ def load_task(config):
     try:
         rewards = reward_completions(task, trial, [Sequence([], [])] * len(trial))
     except Exception as error:
-        error.add_note("The completions were empty. In a chat, each is a message: see dppo.text_of.")
+        error.add_note("Completions were empty here; in chats they are messages: see dppo.text_of.")
         raise
     if rewards.isnan().all() and config.reward in REWARDS:
         raise Refused("no answer can be graded: choose another --reward or --answer_column")
