@@ -207,14 +207,18 @@ def analysis(saved):
     return result
 
 
+def save(results):
+    RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
+
+
 if __name__ == "__main__":
     results = json.loads(RESULTS.read_text())
     epochs = results.setdefault("epochs", {"settings": SETTINGS, "runs": {}})
     if sys.argv[1:]:
         for seed in make_runs(sys.argv[1], map(int, sys.argv[2].split(",")), epochs["runs"]):
+            save(results)
             print(f"seed {seed} is complete", flush=True)
-            RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
     if len(epochs["runs"].get("P", {})) > 1:
         epochs["analysis"] = analysis(epochs["runs"])
-        RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
+        save(results)
         print(json.dumps(epochs["analysis"], indent=2))
