@@ -6,8 +6,9 @@ written before any arm but the control had run.
 
 A chat model calculates: of 384 prompts, a third are sums of one digit, which it soon always gets
 right, a third sums of two digits, from which it learns, and a third products, which it never gets
-right. With each seed it makes a first epoch, which prunes no prompt, and then three more with each
-arm, all from the same model, with a fresh optimizer and with their rule's memory of that epoch:
+right. With each seed it makes a first epoch, which prunes no prompt, and then 72 steps, which are
+three epochs of C, with each arm, all from the same model, with a fresh optimizer and with their
+rule's memory of that epoch:
 
     C  dppo-proportional without pruning of prompts        the control
     T  dppo-proportional
@@ -187,7 +188,8 @@ def analysis(saved):
             tokens = tokens_until(saved[arm][seed], level)
             of_control = tokens_until(saved["C"][seed], level)
             ratios.append(tokens / of_control if tokens else float("inf"))
-        result[f"tokens of {arm} over those of C"] = median(ratios)
+        ratio = median(ratios)
+        result[f"tokens of {arm} over those of C"] = ratio if ratio < float("inf") else None
         result[f"seeds in which {arm} gets there"] = sum(ratio < float("inf") for ratio in ratios)
     for arm in ARMS:
         result[f"groups with a gradient, {arm}"] = round(
@@ -196,15 +198,47 @@ def analysis(saved):
         records = [record for of_seed in saved[arm].values() for record in of_seed]
         clipped = mean(record["grad_norm"] > 1 for record in records)
         result[f"steps that are clipped, {arm}"] = round(clipped, 3)
-    _, low, high = result["T - C"]
+    (_, low, high), ratio = result["T - C"], result["tokens of T over those of C"]
     rise = result["groups with a gradient, T"] / result["groups with a gradient, C"]
-    if low > 0 and result["tokens of T over those of C"] <= 0.8:
+    if low > 0 and ratio is not None and ratio <= 0.8:
         result["verdict"] = "for"
     elif rise < 1.2 or high < 0.02:
         result["verdict"] = "against"
     else:
         result["verdict"] = "not decided"
     return result
+
+
+def average(of_seed, name, step):
+    """The mean over the seeds of what an evaluation measured."""
+    return mean(r[name] for records in of_seed.values() for r in records if r["step"] == step)
+
+
+def table(saved, result):
+    """The runs and their analysis in Markdown, with a column for each arm."""
+    rows = [[f"mean of {len(result['seeds'])} seeds", *ARMS], ["---"] * (len(ARMS) + 1)]
+    for step in range(EPOCH + EVERY, STEPS + 1, EVERY):
+        values = [f"{average(saved[arm], 'probability', step):.3f}" for arm in ARMS]
+        rows.append([f"probability after {step} steps", *values])
+    values = [f"{average(saved[arm], 'of_training', STEPS):.3f}" for arm in ARMS]
+    rows.append(["of the training sums, at the end", *values])
+    differences = [
+        f"{mid:+.3f} ({low:+.3f} to {high:+.3f})"
+        for mid, low, high in (result["T - C"], result["P - C"])
+    ]
+    rows.append(["mean after the first epoch, minus C", "", *differences])
+    counts = {"seen": "prompts seen", "generated": "tokens generated", "trained": "tokens trained"}
+    for name, label in counts.items():
+        sums = [sum(r[name] for records in saved[arm].values() for r in records) for arm in ARMS]
+        rows.append([label, *(f"{total / len(result['seeds']):,.0f}" for total in sums)])
+    for label in ("groups with a gradient", "steps that are clipped"):
+        rows.append([label, *(f"{result[f'{label}, {arm}']:.0%}" for arm in ARMS)])
+    until = [result[f"tokens of {arm} over those of C"] for arm in ("T", "P")]
+    until = [f"{ratio:.2f}" if ratio is not None else "-" for ratio in until]
+    rows.append(["tokens until it is where C ends, over C's (median)", "", *until])
+    reached = [str(result[f"seeds in which {arm} gets there"]) for arm in ("T", "P")]
+    rows.append(["seeds in which it gets there", "", *reached])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def save(results):
@@ -221,4 +255,4 @@ if __name__ == "__main__":
     if len(epochs["runs"].get("P", {})) > 1:
         epochs["analysis"] = analysis(epochs["runs"])
         save(results)
-        print(json.dumps(epochs["analysis"], indent=2))
+        print(table(epochs["runs"], epochs["analysis"]), f"\n{epochs['analysis']['verdict']}")
