@@ -227,7 +227,11 @@ def table(saved, result):
         for mid, low, high in (result["T - C"], result["P - C"])
     ]
     rows.append(["mean after the first epoch, minus C", "", *differences])
-    counts = {"seen": "prompts seen", "generated": "tokens generated", "trained": "tokens trained"}
+    counts = {
+        "seen": "prompts drawn from",
+        "generated": "tokens generated",
+        "trained": "tokens trained",
+    }
     for name, label in counts.items():
         sums = [sum(r[name] for records in saved[arm].values() for r in records) for arm in ARMS]
         rows.append([label, *(f"{total / len(result['seeds']):,.0f}" for total in sums)])
