@@ -6,9 +6,8 @@ written before any arm but the control had run.
 
 A chat model calculates: of 384 prompts, a third are sums of one digit, which it soon always gets
 right, a third sums of two digits, from which it learns, and a third products, which it never gets
-right. With each seed it makes a first epoch, which prunes no prompt, and then 72 steps, which are
-three epochs of C, with each arm, all from the same model, with a fresh optimizer and with their
-rule's memory of that epoch:
+right. With each seed, a first epoch prunes no prompt. From its model, with a fresh optimizer and
+the rule's memory of that epoch, each arm then makes 72 steps, which for C are three epochs:
 
     C  dppo-proportional without pruning of prompts        the control
     T  dppo-proportional
@@ -28,6 +27,7 @@ ends below 0.02. Otherwise it is not decided.
 
 import copy
 import json
+import math
 import random
 import sys
 from dataclasses import replace
@@ -169,10 +169,14 @@ def interval(differences):
     return [round(mean(differences) + shift, 4) for shift in (0, -half, half)]
 
 
-def share(runs, name, of):
-    """The sum of a count over the sum of another, in all runs."""
-    records = [record for of_seed in runs.values() for record in of_seed]
-    return sum(record[name] for record in records) / sum(record[of] for record in records)
+def records_of(runs):
+    """The records of all seeds."""
+    return [record for of_seed in runs.values() for record in of_seed]
+
+
+def total(runs, name):
+    """The sum of a count in all runs."""
+    return sum(record[name] for record in records_of(runs))
 
 
 def analysis(saved):
@@ -187,16 +191,15 @@ def analysis(saved):
             level = curve(saved["C"][seed])[-1]
             tokens = tokens_until(saved[arm][seed], level)
             of_control = tokens_until(saved["C"][seed], level)
-            ratios.append(tokens / of_control if tokens else float("inf"))
-        ratio = median(ratios)
-        result[f"tokens of {arm} over those of C"] = ratio if ratio < float("inf") else None
-        result[f"seeds in which {arm} gets there"] = sum(ratio < float("inf") for ratio in ratios)
+            ratios.append(tokens / of_control if tokens else math.inf)
+        middle = median(ratios)  # infinite if too few get there, which JSON cannot say
+        result[f"tokens of {arm} over those of C"] = middle if middle < math.inf else None
+        result[f"seeds in which {arm} gets there"] = sum(map(math.isfinite, ratios))
     for arm in ARMS:
-        result[f"groups with a gradient, {arm}"] = round(
-            share(saved[arm], "informative", "rolled"), 4
-        )
-        records = [record for of_seed in saved[arm].values() for record in of_seed]
-        clipped = mean(record["grad_norm"] > 1 for record in records)
+        runs = saved[arm]
+        informative = total(runs, "informative") / total(runs, "rolled")
+        result[f"groups with a gradient, {arm}"] = round(informative, 4)
+        clipped = mean(record["grad_norm"] > 1 for record in records_of(runs))
         result[f"steps that are clipped, {arm}"] = round(clipped, 3)
     (_, low, high), ratio = result["T - C"], result["tokens of T over those of C"]
     rise = result["groups with a gradient, T"] / result["groups with a gradient, C"]
@@ -209,9 +212,9 @@ def analysis(saved):
     return result
 
 
-def average(of_seed, name, step):
+def average(runs, name, step):
     """The mean over the seeds of what an evaluation measured."""
-    return mean(r[name] for records in of_seed.values() for r in records if r["step"] == step)
+    return mean(record[name] for record in records_of(runs) if record["step"] == step)
 
 
 def table(saved, result):
@@ -233,8 +236,8 @@ def table(saved, result):
         "trained": "tokens trained",
     }
     for name, label in counts.items():
-        sums = [sum(r[name] for records in saved[arm].values() for r in records) for arm in ARMS]
-        rows.append([label, *(f"{total / len(result['seeds']):,.0f}" for total in sums)])
+        means = [total(saved[arm], name) / len(saved[arm]) for arm in ARMS]
+        rows.append([label, *(f"{count:,.0f}" for count in means)])
     for label in ("groups with a gradient", "steps that are clipped"):
         rows.append([label, *(f"{result[f'{label}, {arm}']:.0%}" for arm in ARMS)])
     until = [result[f"tokens of {arm} over those of C"] for arm in ("T", "P")]
