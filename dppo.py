@@ -5,19 +5,19 @@ arXiv 2603.04135), of which we had the abstract and reviews that quote it, not t
 neither Diffusion Policy Policy Optimization nor Divergence PPO, which TRL calls `dppo`.
 
 GRPO answers each prompt several times and learns from the differences; a group that is all right or
-all wrong teaches nothing. DPPO prunes, at random, prompts that taught little at their last visit,
-and completions that teach little now, and divides the loss of what it keeps by the probability of
-having been kept, so the expected gradient stays that of the full batch. What is left is packed.
+all wrong teaches nothing. DPPO prunes, at random, prompts and completions that teach little, and
+divides the loss of what it keeps by the probability of having been kept, so the expected gradient
+stays GRPO's. What is left is packed, and a step makes only as many rollouts as its noise needs.
 
     python dppo.py                              # a small embedded model, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-Part I is the method. It leads to `dppo_step`, the paper's algorithm; a rule that goes beyond the
-paper follows. Part II is what all this runs on: rollout, rewards, model, data, settings, files.
+Part I is the method: it leads to `dppo_step`, the paper's algorithm, and to a rule that goes beyond
+the paper. Part II is what all this runs on: rollout, rewards, model, data, settings, files.
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
-    B         number of prompts of the window that are kept and rolled out
+    B         number of prompts of the window that are kept and rolled out, at most the limit
     G         number of completions of a prompt, its group
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
@@ -72,14 +72,17 @@ from tqdm import tqdm
 # ---- 1. Pruning
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean. Mean and
-    std (divisor G - 1) are those of the whole group: re-centring A after pruning would bias the
-    gradient. Where all rewards are equal, or one is NaN, A is exactly 0."""
+    std (divisor n - 1) are of all n rewards that were given: to centre A again after pruning would
+    bias the gradient. Where a group's rewards are equal, or one is missing, A is exactly 0."""
     rewards = rewards.double()
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    given = ~rewards.isnan()
+    advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     if scale_by_std:
-        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-4)
-    equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # (B, 1)
-    return advantages.masked_fill(equal, 0.0).nan_to_num()
+        squares = advantages.square().nansum(dim=1, keepdim=True)
+        std = (squares / (given.sum(dim=1, keepdim=True) - 1)).sqrt()
+        advantages = advantages / (std + 1e-4)
+    lowest, highest = rewards.nanquantile(rewards.new_tensor([0, 1]), dim=1, keepdim=True)  # (B, 1)
+    return advantages.masked_fill((lowest == highest) | ~given, 0.0)
 
 
 def has_gradient(advantages, beta):
@@ -148,8 +151,8 @@ class Rule:
         """(B, G) advantages, (B,) weights of their prompts -> (B, G) float64 pi."""
         return torch.ones_like(advantages)
 
-    def update(self, prompts, rewards, advantages):
-        """Remembers a rollout: (B,) prompts, (B, G) rewards, (B, G) advantages."""
+    def remember(self, prompts, rewards, advantages):
+        """Takes a rollout into memory: (B,) prompts, (B, G) rewards, (B, G) advantages."""
 
 
 class GRPOSkip(Rule):
@@ -176,14 +179,10 @@ class DPPO(Rule):
         pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
         return pi
 
-    def update(self, prompts, rewards, advantages):
-        scores = advantages.abs().mean(dim=1)  # (B,) 0 where a reward is missing
+    def remember(self, prompts, rewards, advantages):
+        scores = advantages.abs().mean(dim=1)  # (B,)
         for q, score in zip(prompts, scores):  # of two visits in a window, the later counts
             self.memory["score"][q] = score
-
-
-class Refused(ValueError):
-    """Bad input, which the command line reports in one line."""
 
 
 def check_probabilities(rule, pi, needed):
@@ -270,22 +269,22 @@ def pack_micro_batches(sequences, indices, config):
 
 
 def lay_out(sequences, slots):
-    """The sequences of some slots -> (slots, length, 3): the token id, the position id, and 1 where
-    the next token is one of a completion, otherwise 0. As position ids restart at 0 with every
-    sequence, transformers' mask for sdpa keeps attention within it."""
+    """The sequences of some slots -> (slots, length, 3): the token id, the position id, and the
+    index of the sequence whose completion has the next token; -1 where there is none, or padding.
+    As position ids restart at 0, transformers' mask for sdpa keeps attention within a sequence."""
     tables = []
     for slot in slots:
-        tokens, positions, predicts = [], [], []
+        tokens, positions, owners = [], [], []
         for i in slot:
             prompt, completion = sequences[i]
             tokens += prompt + completion
             positions += range(len(prompt) + len(completion))
             # The last token of the prompt predicts the first of the completion.
-            predicts += [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
-        tables.append(torch.tensor([tokens, positions, predicts]).T)
-    table = pad_sequence(tables, batch_first=True)
+            owners += [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
+        tables.append(torch.tensor([tokens, positions, owners]).T)
+    table = pad_sequence(tables, batch_first=True, padding_value=-1)
     padding = -table.shape[1] % 8  # matrix products are fast at multiples of 8
-    return torch.nn.functional.pad(table, (0, 0, 0, padding))
+    return torch.nn.functional.pad(table, (0, 0, 0, padding), value=-1)
 
 
 # ---- 3. Forward pass, loss and update
@@ -300,11 +299,13 @@ def token_logprobs(head, hidden, targets, temperature):
 
 
 def completion_logprobs(model, sequences, slots, temperature):
-    """The forward pass over packed slots -> (tokens,) log-probabilities of the tokens of their
-    completions, one after the other in the order of the slots; (tokens,) entropies."""
+    """The forward pass over packed slots -> (tokens,) log-probabilities of their completions,
+    (tokens,) entropies, and (tokens,) the index of each token's sequence."""
     table = lay_out(sequences, slots)
-    places = table[:, :, 2].flatten().nonzero().squeeze(1).to(model.device)  # (tokens,)
-    input_ids, position_ids, _ = table.to(model.device).unbind(dim=2)  # (slots, length) each
+    owner = table[:, :, 2].flatten()
+    places = (owner >= 0).nonzero().squeeze(1)  # (tokens,)
+    owner, places = owner[places].to(model.device), places.to(model.device)
+    input_ids, position_ids = table[:, :, :2].clamp(min=0).to(model.device).unbind(dim=2)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden = output.last_hidden_state.flatten(0, 1)[places]  # (tokens, width)
@@ -315,7 +316,8 @@ def completion_logprobs(model, sequences, slots, temperature):
     parts = []
     for states, ids in zip(hidden.split(512), targets.split(512)):
         parts.append(checkpoint(token_logprobs, head, states, ids, temperature, **options))
-    return [torch.cat(part) for part in zip(*parts)]
+    logprobs, entropies = map(torch.cat, zip(*parts))
+    return logprobs, entropies, owner
 
 
 @torch.no_grad()
@@ -323,10 +325,8 @@ def frozen_logprobs(model, sequences, indices, config):
     """{index: (length,) log-probabilities} of the completions at `indices`, without gradient."""
     result = {}
     for slots in pack_micro_batches(sequences, indices, config)[0]:
-        batch = list(chain(*slots))
-        lengths = [len(sequences[i].completion) for i in batch]
-        logprobs, _ = completion_logprobs(model, sequences, slots, config.temperature)
-        result |= zip(batch, logprobs.split(lengths))
+        logprobs, _, owner = completion_logprobs(model, sequences, slots, config.temperature)
+        result |= {i: logprobs[owner == i] for i in chain(*slots)}
     return result
 
 
@@ -334,17 +334,19 @@ def frozen_logprobs(model, sequences, indices, config):
 CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
-def token_losses(logprobs, old_logprobs, ref_logprobs, lengths, A, config):
-    """Of each token of several completions, its new, old and, if beta > 0, reference
-    log-probability, and the A of its completion -> its loss; whether it is clipped; its KL. All are
-    (tokens,), but `lengths` is a list, of the completions' lengths.
+def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
+    """(tokens,) the new, old and, if beta > 0, reference log-probabilities, (tokens,) the index of
+    each token's completion, and A by that index -> (tokens,) each: loss; whether clipped; KL.
 
         loss = -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL
 
     In gspo, all tokens of a completion have the same rho, exp of the mean log-ratio."""
+    A = A[owner]  # (tokens,)
     log_ratio = logprobs - old_logprobs
     if config.objective == "gspo":
-        log_ratio = torch.cat([part.mean().expand_as(part) for part in log_ratio.split(lengths)])
+        _, place, lengths = owner.unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros_like(lengths, dtype=log_ratio.dtype).index_add(0, place, log_ratio)
+        log_ratio = (sums / lengths)[place]
     rho = log_ratio.exp()
     down, up = CLIPPING[config.objective]
     surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
@@ -363,23 +365,20 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
     sequences: all completions with their prompts; advantages, shares: A and w/(N G Z) of each;
     old, ref: {index: log-probabilities} from frozen_logprobs, or None. Without `old`, the policy
     that is trained is the one that sampled: rho = 1, and its gradient is that of log p."""
-    advantages, shares = advantages.flatten().float(), shares.flatten().float()
-    kept = shares.nonzero().squeeze(1).tolist()
+    kept = shares.flatten().nonzero().squeeze(1).tolist()
+    A = advantages.flatten().float().to(model.device)
+    share = shares.flatten().float().to(model.device)
     micro_batches, density = pack_micro_batches(sequences, kept, config)
     sums = torch.zeros(3, device=model.device)  # of entropies, clipped tokens, KL
     for slots in micro_batches:
         batch = list(chain(*slots))
-        lengths = [len(sequences[i].completion) for i in batch]
-        repeats = torch.tensor(lengths)
-        A = advantages[batch].repeat_interleave(repeats).to(model.device)  # (tokens,)
-        share = shares[batch].repeat_interleave(repeats).to(model.device)  # (tokens,)
-        logprobs, entropies = completion_logprobs(model, sequences, slots, config.temperature)
+        logprobs, entropy, owner = completion_logprobs(model, sequences, slots, config.temperature)
         old_logprobs = torch.cat([old[i] for i in batch]) if old else logprobs.detach()
         ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else None
-        losses, clipped, kl = token_losses(logprobs, old_logprobs, ref_logprobs, lengths, A, config)
-        loss = share @ losses
+        losses, clipped, kl = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
+        loss = share[owner] @ losses
         loss.backward()  # adds up over the micro-batches
-        sums += torch.stack([entropies.sum(), clipped.sum(), kl.sum()])
+        sums += torch.stack([entropy.sum(), clipped.sum(), kl.sum()])
 
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
     if 0 < grad_norm < math.inf:  # at 0, Adam would move on its momentum; NaN would spread
@@ -392,6 +391,33 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
 
 
 # ---- 4. The step: the paper's algorithm
+class Means(NamedTuple):
+    """Running means over earlier steps, so known before a draw; 0 before the first. The noise of a
+    step is sum |g_q|^2/(pi_q N^2), with g_q the gradient of a prompt's group, and mean |g_q|^2/B if
+    none of its B prompts is pruned. The second over the first is what a rollout is worth: at worth
+    2, half as many rollouts give the same expected gradient with the same noise. A^2, to which
+    |g|^2 is nearly proportional, stands in for it."""
+
+    length: float = 0.0  # of a completion
+    unpruned: float = 0.0  # noise of a step times its B, had nothing been pruned
+    prompts_pruned: float = 0.0  # the same, had only prompts been pruned
+    pruned: float = 0.0  # the same, as it was
+
+    def worth(self, noise):
+        """What a rollout is worth with this noise; 1 if nothing is known of it."""
+        return self.unpruned / noise if noise > 0 else 1.0
+
+    def after(self, N, w_q, w, A, lengths):
+        """The means after a step with (B,) w_q, (B, G) w, A and lengths."""
+        length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
+        means = [0.9 * (self.length or length) + 0.1 * length]
+        w_q, rolled = w_q[:, None], len(A) / N
+        for mean, weights in zip(self[1:], (w_q, rolled * w_q**2, rolled * w**2)):
+            noise = (weights * A**2).mean(dim=1).sum().item() / N
+            means.append(0.95 * mean + 0.05 * noise if A.any() else mean)  # A = 0 says nothing
+        return Means(*means)
+
+
 def normalizer(lengths, mean_length, config):
     """(B, G) lengths -> (B, G) Z: the length for grpo, and for gspo, in which all tokens of a
     completion have the same surrogate; otherwise a constant.
@@ -406,57 +432,62 @@ def normalizer(lengths, mean_length, config):
     return lengths
 
 
-def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator, config):
+def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config):
     """One step of the paper's algorithm -> what happened in it, for the record.
 
     task: model, training examples, reward; reference: the model that KL is measured against;
     upcoming: the next prompts in order, as many as there are training examples;
-    mean_length: of earlier completions, or None; generator: for the draws alone.
+    means: Means of the steps before; generator: for the draws alone.
 
     L is the mean of l = (sum of token losses)/Z over all N G candidates; L_hat = sum(w l)/(N G).
-    Memory and N are fixed before the draw, so w_q has mean 1; given the kept prompts and rollouts,
-    so has w_qi, wherever l has a gradient. A prompt's rollout does not depend on its being drawn.
-    So L_hat has the expected gradient of L. The paper averages over what it keeps and rescales by
+    Memory, limit and N are fixed before the draw, so w_q has mean 1; given its outcome and the
+    rollouts, so has w_qi, wherever l has a gradient. As a rollout does not depend on being drawn,
+    L_hat has the expected gradient of L. The paper averages over what it keeps and rescales by
     C/(1 - P). With C = kept/total, this is the same, the Horvitz-Thompson estimator:
 
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
-    # 1. Prune prompts by what is remembered of them.
-    N, prompts, w_q = prune_prompts(rule, upcoming, config.prompts_per_step, generator)
+    # 1. Prune prompts by what is remembered of them, to as many as have the wanted noise.
+    limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
+    N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
-    # 2. Roll out the prompts that are kept, and reward their completions.
+    # 2. Roll out the prompts that are kept, and reward their completions. Completion i of the q-th
+    #    of these prompts is sequences[q G + i], as flatten() has it.
     examples = [task.train[q] for q in prompts.tolist()]
-    sequences = rollout(task, examples, G, config)  # B G
-    rewards = reward_completions(task, examples, sequences)  # (B, G)
+    sequences, rewards, seconds = rollout(task, examples, G, config)  # B G; (B, G)
     A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
-    rule.update(prompts, rewards, A)
     lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
-    Z = normalizer(lengths, mean_length, config)
+    Z = normalizer(lengths, means.length, config)
 
     # 3. Prune completions, anew for every update, since the policy depends on earlier draws.
-    #    (Prompts stay as drawn, and the first update depends on that draw. So later updates are
-    #    unbiased only for the loss of the kept prompts, the sum of w_q l over N G.)
-    shares = []  # (B, G) each
+    #    (Prompts stay as drawn, so later updates are unbiased only for the loss of those kept.)
+    weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
-        w = w_q[:, None] * prune_completions(rule, A, w_q, generator)  # (B, G)
+        w = w_q[:, None] * prune_completions(rule, A, w_q, generator)
         if not rule.unbiased:  # L_hat is the plain mean of what is kept: share = 1/(kept Z)
-            w = (w > 0).double()
-            w *= N * G / w.sum().clamp(min=1)
-        shares.append(w / (N * G * Z))
+            w = (w > 0) * (N * G / (w > 0).sum().clamp(min=1))
+        weights.append(w)
 
-    # 4. Log-probabilities under the reference and, for all updates but the first, the old policy.
-    trained = torch.stack(shares).any(dim=0).flatten().nonzero().squeeze(1).tolist()
-    old = frozen_logprobs(task.model, sequences, trained, config) if len(shares) > 1 else None
+    # 4. Remember, for later steps, what prompts taught and, unless the rule is biased, the noise.
+    rule.remember(prompts, rewards, A)
+    means = means.after(N, w_q, weights[0], A * rule.unbiased, lengths)
+
+    # 5. Log-probabilities under the reference and, for all updates but the first, the old policy.
+    trained = torch.stack(weights).any(dim=0).flatten().nonzero().squeeze(1).tolist()
     ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
+    later = torch.stack(weights)[1:].any(dim=0).flatten().nonzero().squeeze(1).tolist()
+    old = frozen_logprobs(task.model, sequences, later, config)
 
-    # 5. Pack what is kept, and update. The first update trains the policy that sampled.
-    for number, share in enumerate(shares):
-        inputs = (sequences, A, share, old if number > 0 else None, ref, config)
-        update = train_step(task.model, optimizer, *inputs)
-    return SimpleNamespace(
-        N=N, w_q=w_q, sequences=sequences, lengths=lengths, rewards=rewards, A=A, w=w, update=update
-    )
+    # 6. Pack what is kept, and update. The first update trains the policy that sampled.
+    updates = []
+    for number, w in enumerate(weights):
+        inputs = {"advantages": A, "shares": w / (N * G * Z), "ref": ref, "config": config}
+        inputs["old"] = old if number > 0 else None
+        updates.append(train_step(task.model, optimizer, sequences, **inputs))
+    step = {"N": N, "w_q": w_q, "w": weights[0], "sequences": sequences, "lengths": lengths}
+    step |= {"rewards": rewards, "A": A, "means": means, "updates": updates}
+    return SimpleNamespace(**step, rollout_seconds=seconds)
 
 
 # ---- 5. Beyond the paper: keep in proportion to the score
@@ -483,16 +514,35 @@ def proportional_probabilities(scores, rate, floor=0.0):
 
 class ProportionalDPPO(Rule):
     """A completion's score is |A| times its prompt's weight, which is how strongly its gradient
-    counts. A prompt's score is the root mean square of A that is expected of its next group.
-    Rewards below 0 count as 0, and above 1 as 1."""
+    counts. A prompt's score is the root mean square of A that is expected of its next group, and
+    that is learned: prompts whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p))
+    share a bin, whose score is what its prompts had at their next visits. (All in a bin have the
+    same pi, so that mean needs no weights.) Rewards below 0 count as 0, and above 1 as 1."""
 
-    remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}  # sums of rewards, of 1 - rewards
-    floor = 0.07  # of pi where a gradient is unlikely but possible: 1/pi is at most 15
+    remembers = {"right": 0.0, "wrong": 0.0}  # sums of rewards, of 1 - rewards
     prior = 0.05  # successes and failures before any visit: most prompts are solved always or never
     decay = 0.8  # what is remembered shrinks by this factor at each visit, as the policy changes
+    bins = 9
+    forget = 0.998  # what bins have learned shrinks by this factor at each step
+    floor = 0.07  # of pi where a gradient is unlikely but possible: 1/pi is at most 15
+
+    def __init__(self, config, prompt_count):
+        super().__init__(config, prompt_count)
+        middles = (torch.arange(self.bins).double() + 0.5) / self.bins
+        self.memory["visits"] = torch.full_like(middles, 4)  # a guess that is worth four of them
+        self.memory["squares"] = 4 * (0.1 + 0.9 * middles**2)  # sum of the visits' mean A^2
+
+    def bin_of_prompts(self):
+        """(all prompts,) the bin of each, -1 where it was never visited."""
+        right, wrong = self.memory["right"], self.memory["wrong"]
+        p = (self.prior + right) / (2 * self.prior + right + wrong)
+        place = (2 * (p * (1 - p)).sqrt() * self.bins).long().clamp(max=self.bins - 1)
+        return place.masked_fill(right + wrong == 0, -1)
 
     def prompt_probabilities(self):
-        scores = self.memory["score"]
+        place = self.bin_of_prompts()
+        scores = (self.memory["squares"] / self.memory["visits"]).sqrt()[place]
+        scores[place < 0] = math.nan
         return proportional_probabilities(scores, self.config.prompt_prune_rate, self.floor)
 
     def completion_probabilities(self, advantages, prompt_weights):
@@ -500,22 +550,17 @@ class ProportionalDPPO(Rule):
         floor = self.floor if self.config.beta > 0 else 0.0  # with KL, A = 0 has a gradient too
         return proportional_probabilities(scores, self.config.completion_prune_rate, floor)
 
-    def update(self, prompts, rewards, advantages):
-        """At success rate p, the mean A^2 of a group is about 1, or 0 if all are right or all are
-        wrong: in expectation 1 - p^G - (1 - p)^G. Without the division by std, it is proportional
-        to p (1 - p), and so to 1 - p^2 - (1 - p)^2. As p is unknown, this is averaged over its
-        posterior Beta(a, b), in which E[p^n] is the product of (a + i)/(a + b + i) over i < n."""
-        right, wrong = self.memory["right"], self.memory["wrong"]
-        for q, group in zip(prompts.tolist(), rewards.clamp(0, 1)):
-            if not group.isnan().any():  # otherwise it says nothing about successes
-                right[q] = self.decay * right[q] + group.sum()
-                wrong[q] = self.decay * wrong[q] + (1 - group).sum()
-        a, b = self.prior + right[prompts], self.prior + wrong[prompts]  # (B,) each
-        n = 2 if self.config.objective == "dr_grpo" else self.config.group_size
-        i = torch.arange(n)[:, None]  # (n, 1)
-        all_right = ((a + i) / (a + b + i)).prod(dim=0)  # (B,)
-        all_wrong = ((b + i) / (a + b + i)).prod(dim=0)  # (B,)
-        self.memory["score"][prompts] = (1 - all_right - all_wrong).sqrt()
+    def remember(self, prompts, rewards, advantages):
+        memory, place = self.memory, self.bin_of_prompts()
+        memory["visits"] *= self.forget
+        memory["squares"] *= self.forget
+        for q, group, A in zip(prompts, rewards.clamp(0, 1), advantages):
+            if place[q] >= 0 and not group.isnan().all():
+                memory["visits"][place[q]] += 1
+                memory["squares"][place[q]] += A.square().mean()
+            right = len(group) * group.nanmean().nan_to_num()  # without any reward, it is all wrong
+            memory["right"][q] = self.decay * memory["right"][q] + right
+            memory["wrong"][q] = self.decay * memory["wrong"][q] + len(group) - right
 
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional": ProportionalDPPO}
@@ -530,11 +575,17 @@ DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+class Refused(ValueError):
+    """Bad input, which the command line reports in one line."""
+
+
 @contextmanager
-def reported(what):
+def refusing(what):
     """Turns whatever is raised inside into Refused, as libraries raise nearly anything."""
     try:
         yield
+    except (torch.OutOfMemoryError, MemoryError):  # main has advice on these
+        raise
     except Exception as error:
         raise Refused(f"{what}: {error.__cause__ or error}") from error
 
@@ -556,6 +607,7 @@ class MasterAdam(torch.optim.Adam):
     rounded to the weight. Gradients are summed in float32. A float32 weight is its own master."""
 
     def __init__(self, model, learning_rate):
+        self.updates = 0  # so far
         self.weights = list(model.parameters())
         for weight in self.weights:
             weight.grad_dtype = torch.float32
@@ -570,6 +622,7 @@ class MasterAdam(torch.optim.Adam):
         for weight, master in zip(self.weights, self.masters):
             weight.copy_(master)
             master.grad = None  # otherwise it would outlive model.zero_grad()
+        self.updates += 1
 
 
 # ---- 7. Rollout
@@ -626,14 +679,15 @@ def sample(task, prompts, samples, config):
 
 
 def rollout(task, examples, samples, config):
-    """-> `samples` sequences of each example, in order."""
-    started_at, sequences = time.perf_counter(), []
+    """-> `samples` sequences of each example, in order; (examples, samples) rewards; seconds."""
+    started_at = time.perf_counter()
+    sequences = []
     size = max(1, config.rollout_batch_size // samples)
     for start in tqdm(range(0, len(examples), size), "rollout", leave=False, delay=5):
         prompts = [example["prompt_ids"] for example in examples[start : start + size]]
         sequences += sample(task, prompts, samples, config)[0]
-    task.rollout_seconds += time.perf_counter() - started_at
-    return sequences
+    rewards = reward_completions(task, examples, sequences)
+    return sequences, rewards, time.perf_counter() - started_at
 
 
 @torch.no_grad()
@@ -648,7 +702,7 @@ def check_sampling(task, config):
     longest = Sequence(prompts[-1], prompts[-1][:1] * config.max_completion_tokens)
     prompts = [prompts[0], prompts[0][len(prompts[0]) // 2 :]]  # the shortest, and half of it
     short = replace(config, max_completion_tokens=min(16, config.max_completion_tokens))
-    with reported(f"{type(model).__name__} cannot be trained here"):
+    with refusing(f"{type(model).__name__} cannot be trained here"):
         transformers.set_seed(config.seed % 2**32)
         ids = torch.tensor(prompts[:1], device=model.device)
         logits = model(ids).logits
@@ -658,7 +712,7 @@ def check_sampling(task, config):
             raise Refused("its logits are scaled, capped or NaN")
         sequences, sampled = sample(task, prompts, 4, short)
         slots = [range(8), [8]]  # the samples; the longest sequence
-        trained, _ = completion_logprobs(model, [*sequences, longest], slots, config.temperature)
+        trained, _, _ = completion_logprobs(model, [*sequences, longest], slots, config.temperature)
         difference = (trained[: len(sampled)] - sampled).abs().mean()
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
@@ -716,7 +770,6 @@ class Task:
     reward: object  # a function
     model: object = None
     end_ids: tuple | list = ()  # all that end a completion: Qwen has two
-    rollout_seconds: float = 0.0  # so far
 
 
 def load_task(config):
@@ -739,7 +792,7 @@ def load_task(config):
         raise Refused("no answer can be graded: choose another --reward or --answer_column")
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
-        with reported(f"{config.model} cannot be loaded"):
+        with refusing(f"{config.model} cannot be loaded"):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
             if hasattr(model.config, "quantization_config"):
                 raise Refused("its weights are quantized, so they cannot be trained")
@@ -786,7 +839,7 @@ def user_data(config):
     """-> {prompt ids: example} to train on, {name: {prompt ids: example}} to evaluate, held out if
     no evaluation set is named, and the tokenizer."""
     options = {"trust_remote_code": False}
-    with reported(f"{config.model} cannot be loaded"):
+    with refusing(f"{config.model} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, **options)
     train = load_examples(config.dataset, "train", config, tokenizer)
     evals = {}
@@ -806,7 +859,7 @@ def load_examples(spec, split, config, tokenizer):
     kind = Path(path).suffix.lstrip(".").replace("jsonl", "json")
     files = {split.partition("[")[0]: path} if kind in ("json", "csv", "parquet") else None
     source = kind if files else path
-    with reported(f"{spec} is empty or cannot be read"):
+    with refusing(f"{spec} is empty or cannot be read"):
         rows = datasets.load_dataset(source, *names, split=split, data_files=files)
     rows = rows.shuffle(seed=0)  # not --seed, so that every run has the same data
     flat = rows.flatten()  # data for verl nest the answer
@@ -817,7 +870,7 @@ def load_examples(spec, split, config, tokenizer):
     examples = {}
     for row, values in zip(rows, flat):
         text = values[prompts[0]]
-        with reported(f"{spec} has a prompt that cannot be encoded"):
+        with refusing(f"{spec} has a prompt that cannot be encoded"):
             prompt, ids = encode_prompt(text or "", config, tokenizer)
         # Ours and TRL's read one of these names; one's own reward keeps columns that have them.
         answer = dict.fromkeys(("answer", "solution"), values[answers[0]]) if answers else {}
@@ -890,9 +943,9 @@ def warm_started(tokenizer):
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     cache = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo")
     cache.mkdir(parents=True, exist_ok=True)
-    kept = cache / "sorter-2.pt"  # 2: of this recipe
-    if kept.exists():
-        model.load_state_dict(torch.load(kept, weights_only=True))
+    cached = cache / "sorter-2.pt"  # 2: of this recipe
+    if cached.exists():
+        model.load_state_dict(torch.load(cached, weights_only=True))
         return model
     config = Config(temperature=1.0)
     optimizer = MasterAdam(model, 2e-3)
@@ -909,31 +962,36 @@ def warm_started(tokenizer):
         # Imitation is a policy gradient on given completions of advantage 1.
         shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
-    partial = kept.with_suffix(f".{os.getpid()}")
+    partial = cached.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), partial)
-    partial.replace(kept)  # so that there is never half a model
+    partial.replace(cached)  # so that there is never half a model
     return model
 
 
 # ---- 12. Settings
+# What stands in for None: with --model, and for the embedded task.
+DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "reward": ("gsm8k", "exact")}
+DEFAULTS |= {"max_completion_tokens": (1024, 22), "steps": (300, 60), "eval_every": (0, 10)}
+
+
 def setting(default, text):
-    """A field of Config: its default, and its line of --help."""
-    shown = "" if default in (None, "") else f" ({default})"
+    """A field of Config: its default, or the name of one in DEFAULTS, and its line of --help."""
+    shown = f" ({default})" if default != "" else ""
+    if default in DEFAULTS:
+        shown = " ({}; embedded task {})".format(*DEFAULTS[default])
+        default = None
     return field(default=default, metadata={"help": text + shown, "metavar": ""})
 
 
-def named(option, name, known):
+def find_function(option, name, known):
     """A rule or a reward: a known one by its name, or the user's own as package.module:name."""
-    with reported(f"--{option} {name} is not one of {', '.join(known)}"):
+    with refusing(f"--{option} {name} is not one of {', '.join(known)}"):
         found = known.get(name) or pkgutil.resolve_name(name)
         if not callable(found):
             raise Refused("it cannot be called; write module:name")
     return found
 
 
-# What stands in for None: with --model, and for the embedded task.
-DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "reward": ("gsm8k", "exact")}
-DEFAULTS |= {"max_completion_tokens": (1024, 22), "steps": (300, 60), "eval_every": (0, 10)}
 # The least value of the numbers that may not be 0.
 LEAST = {"prompts_per_step": 1, "group_size": 2, "inner_epochs": 1, "temperature": 1e-3}
 LEAST |= {"max_completion_tokens": 1, "max_grad_norm": 1e-6, "max_prompt_tokens": 1}
@@ -949,15 +1007,17 @@ class Config:
     objective: Literal["grpo", "dr_grpo", "dapo", "gspo"] = setting("grpo", "dr_grpo, dapo, gspo")
     prompt_prune_rate: float = setting(0.7, "r_q, share of the low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, share of low-scoring completions to prune")
-    prompts_per_step: int = setting(32, "prompts rolled out in a step, at most")
+    prompts_per_step: int = setting(
+        32, "noise of a step, in prompts without pruning; no more are rolled out"
+    )
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
-    learning_rate: float | None = setting(None, "after the warm-up (1e-6; embedded task 5e-5)")
+    learning_rate: float | None = setting("learning_rate", "after the warm-up")
     warmup_steps: int = setting(10, "steps over which the learning rate rises")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped")
-    temperature: float | None = setting(None, "of the samples (1.0; embedded task 0.7)")
-    max_completion_tokens: int | None = setting(None, "longer are cut (1024; embedded task 22)")
+    temperature: float | None = setting("temperature", "of the samples")
+    max_completion_tokens: int | None = setting("max_completion_tokens", "longer are cut")
     # Model and data
     model: str = setting("", "causal LM, on the Hub or in a folder; default: the embedded one")
     dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
@@ -966,13 +1026,13 @@ class Config:
     system_prompt: str = setting("", "put before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
-    reward: str | None = setting(None, "gsm8k, exact or module:function (gsm8k; embedded exact)")
+    reward: str | None = setting("reward", "gsm8k, exact or module:function")
     eval_dataset: str = setting("", "like --dataset, several with commas; default: held out of it")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
-    eval_samples: int = setting(4, "k of avg@k and pass@k")
+    eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
     # The run
-    steps: int | None = setting(None, "training steps; 0 only evaluates (300; embedded task 60)")
-    eval_every: int | None = setting(None, "steps between evaluations (0: none; embedded task 10)")
+    steps: int | None = setting("steps", "training steps; 0 only evaluates")
+    eval_every: int | None = setting("eval_every", "steps between evaluations; 0: none")
     save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
@@ -990,13 +1050,15 @@ class Config:
             most = 0.99 if name.endswith("prune_rate") else 1e15
             if isinstance(value, int | float) and not least <= value <= most:  # NaN fails
                 raise Refused(f"--{name} {value} must be from {least} to {most:g}")
-        with reported("--chat_template_kwargs must be a JSON object"):
+        if self.objective not in CLIPPING:
+            raise Refused(f"--objective {self.objective} is not one of {', '.join(CLIPPING)}")
+        with refusing("--chat_template_kwargs must be a JSON object"):
             self.template_kwargs = dict(**json.loads(self.chat_template_kwargs))
         of_user = (self.model, self.dataset, self.eval_dataset, self.system_prompt)
         if any(of_user) and not (self.model and self.dataset):
             raise Refused("--model or --dataset is missing: data of your own need both")
-        self.rule = named("method", self.method, RULES)
-        self.reward_function = named("reward", self.reward, REWARDS)
+        self.rule_class = find_function("method", self.method, RULES)
+        self.reward_function = find_function("reward", self.reward, REWARDS)
 
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
@@ -1006,156 +1068,204 @@ def as_json(value, **options):
 
 
 def evaluate(task, config):
-    """-> avg@k and pass@k of each set, and `accuracy` over all, of prompts graded in full."""
+    """-> avg@k of each set, and `accuracy` over all, of the rewards that are given."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
     k = config.eval_samples
-    sets, graded = {}, [torch.zeros(0)]
+    sets = {}
+    all_rewards = [torch.zeros(0)]
     for name, examples in task.evals.items():
-        rewards = reward_completions(task, examples, rollout(task, examples, k, config))
-        rewards = rewards[~rewards.isnan().any(dim=1)]
-        sets[name] = {f"avg@{k}": rewards.mean().item(), f"pass@{k}": rewards.amax(1).mean().item()}
-        graded.append(rewards.flatten())
-    return {"accuracy": torch.cat(graded).mean().item(), **sets}
+        _, rewards, _ = rollout(task, examples, k, config)
+        sets[name] = {f"avg@{k}": rewards.nanmean().item()}
+        all_rewards.append(rewards.flatten())
+    return {"accuracy": torch.cat(all_rewards).nanmean().item(), **sets}
 
 
 def make_step(last, task, rule, optimizer, reference, config):
-    """The step that follows the one of record `last` -> its record, with the first group that is
-    trained, or else the first. Means are over the window, estimated with the prompts' weights, but
-    entropy, clip_fraction and kl over the tokens that the last update trained, without weights."""
-    started_at, rollouts_before = time.perf_counter(), task.rollout_seconds
+    """Makes the step that follows the one of record `last` -> its record."""
+    started_at = time.perf_counter()
     # All that is random follows from the seed and the number of candidates so far. The draws have a
     # generator of their own, with another seed: a reward function may seed torch's global one.
-    seen, mean_length = last["candidates_so_far"], last["mean_length"]
+    seen = last["candidates_so_far"]
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
     upcoming = next_prompts(seen, len(task.train), config.seed)
     number = last["step"] + 1
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
-    step = dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator, config)
-    seconds, in_rollout = time.perf_counter() - started_at, task.rollout_seconds - rollouts_before
-    length = (step.w_q @ step.lengths.mean(dim=1) / step.w_q.sum()).item()
+    means = Means(**last["means"])
+    memory = copy.deepcopy(rule.memory)
+    try:
+        step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
+    except BaseException:
+        rule.memory = memory  # as it was before the step
+        raise
     record = {"step": number, "candidates_so_far": seen + step.N, "learning_rate": rate}
-    record |= {"mean_length": 0.9 * (mean_length or length) + 0.1 * length}
+    seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
     record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
     record |= {"cumulative_seconds": last["cumulative_seconds"] + seconds}
+    return record | {"updates": optimizer.updates} | record_of(step, task)
 
+
+def record_of(step, task):
+    """What is recorded of a step. Means are over the window, estimated with the prompts' weights,
+    and leave out groups without a reward; but entropy, clip_fraction and kl are over the tokens of
+    the last update, without weights. Of several updates, what was trained is added up, and the
+    norm is the largest. The group is the first that is trained, or else the first."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
-    equal = (step.A == 0).all(dim=1, keepdim=True).expand(B, G)
-    groups = torch.stack([step.rewards, equal, step.lengths, truncated]).mean(dim=2)  # (4, B)
-    w_q = step.w_q * ~step.rewards.isnan().any(dim=1)  # (B,)
-    means = (groups.nan_to_num() @ w_q / w_q.sum()).tolist()
-    names = ("reward", "zero_variance_fraction", "completion_length", "truncated_fraction")
-    record |= {"prompts_seen": step.N, "prompts_rolled": B, **dict(zip(names, means))}
-    record |= {"weight_max": step.w.max().item(), **step.update}
+    of_groups = {
+        "reward": step.rewards.nanmean(dim=1),
+        "zero_variance_fraction": ~step.A.any(dim=1),
+    }
+    of_groups |= {"completion_length": step.lengths.mean(dim=1)}
+    of_groups |= {"truncated_fraction": truncated.double().mean(dim=1)}
+    w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
+    record = {"prompts_seen": step.N, "prompts_rolled": B}
+    for name, values in of_groups.items():
+        record[name] = (w_q @ values.double().nan_to_num() / w_q.sum()).item()
+    record |= {"rollout_worth": step.means.worth(step.means.pruned)}
+    record |= {"prompt_worth": step.means.worth(step.means.prompts_pruned)}
+    record |= {"means": step.means._asdict(), "weight_max": step.w.max().item(), **step.updates[-1]}
+    for update in step.updates[:-1]:
+        for name in ("completions_trained", "tokens_trained"):
+            record[name] += update[name]
+        norms = torch.tensor([record["grad_norm"], update["grad_norm"]])
+        record["grad_norm"] = norms.max().item()  # NaN if one is NaN
     q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
     return record | {"rewards": step.rewards[q].tolist(), "weights": step.w[q].tolist()}
 
 
-@torch.no_grad()
 def start(config, task, rule, optimizer):
     """The folder of a run and its records so far: that of step 0 of a new run, or those of the run
     of --resume, whose rule and optimizer get back what they had. The folder of a new one is made
     last, so that a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        raise Refused(f"{out} exists: name another --output_dir, or --resume it")
-    first = {"step": 0, "candidates_so_far": 0, "mean_length": None, "cumulative_seconds": 0.0}
+        advice = ", or --resume it" if (out / "checkpoint.pt").exists() else ""
+        raise Refused(f"{out} exists: name another --output_dir{advice}")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
-    first |= {"method": config.method, "data": zlib.crc32(data.encode())}
+    first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
+    first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
+    records = [first]
     folder = config.resume or config.history
     if folder:
-        with reported(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
-            saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True)
-            records, earlier = saved["records"], saved["records"][0]
-        if any(earlier[name] != first[name] for name in ("method", "data")):
+        with refusing(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
+            options = {"weights_only": True, "mmap": not config.resume}  # the memory is a few MB
+            saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", **options)
+            earlier = saved["records"]
+            first |= {name: earlier[-1][name] for name in ("candidates_so_far", "means")}
+        if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
         rule.memory |= saved["memory"]
-        first |= {name: records[-1][name] for name in ("candidates_so_far", "mean_length")}
     # A rule of the user's own should fail here rather than after the evaluation.
     prune_prompts(rule, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
     if config.resume:
-        free = ("steps", "save_every", "eval_every", "micro_batch_tokens", "rollout_batch_size")
-        wanted = json.loads((out / "config.json").read_text())
-        for name, value in asdict(config).items():
-            if wanted.get(name) != value and name not in (*free, "resume"):
-                raise Refused(f"--{name} must be {wanted.get(name)!r}, as {out} was made with it")
-        optimizer.load_state_dict(saved["optimizer"])
-        for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
-            master.copy_(value)
-            weight.copy_(value)
+        records = earlier
+        restore(saved, config, optimizer)
         print(f"{out}: goes on after step {records[-1]['step']} of {config.steps}")
-    else:
-        first["evaluation"] = evaluate(task, config)
-        records = [first]
-        print(f"step 0: accuracy {first['evaluation']['accuracy']:.2f}")
-    with reported(f"{out} cannot be written"):
+    with refusing(f"{out} cannot be written"):
         out.mkdir(parents=True, exist_ok=bool(config.resume))
-        (out / "metrics.jsonl").write_text("".join(as_json(record) + "\n" for record in records))
+        lines = [as_json(record) + "\n" for record in records[:-1]]  # the last one is to come
+        (out / "metrics.jsonl").write_text("".join(lines))
         (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
         (out / "config.partial").replace(out / "config.json")
     return out, records
 
 
-def train(config, task):
-    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
-    after the current step, all saved, in KeyboardInterrupt; the second stops at once."""
-    rule = config.rule(config, len(task.train))
-    reference = copy.deepcopy(task.model) if config.beta > 0 else None
-    optimizer = MasterAdam(task.model, config.learning_rate)
-    out, records = start(config, task, rule, optimizer)
+@torch.no_grad()
+def restore(saved, config, optimizer):
+    """Gives an optimizer and its model back what they had, if the settings are those of the run."""
+    free = ("steps", "save_every", "eval_every", "micro_batch_tokens", "rollout_batch_size")
+    wanted = json.loads(Path(config.resume, "config.json").read_text())
+    for name, value in asdict(config).items():
+        if wanted.get(name) != value and name not in (*free, "resume"):
+            raise Refused(f"--{name} must be {wanted.get(name)!r}: the run was made with it")
+    optimizer.updates = saved["records"][-1]["updates"]
+    optimizer.load_state_dict(saved["optimizer"])
+    for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
+        master.copy_(value)
+        weight.copy_(value)
+
+
+def save_checkpoint(out, records, rule, optimizer):
+    saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
+    torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
+    (out / "partial.pt").replace(out / "checkpoint.pt")  # so that one is always whole
+
+
+def make_steps(out, records, task, rule, optimizer, reference, config):
+    """Evaluates the last step, if that is due, and makes those that are left, or, after Ctrl-C, the
+    one that it is at. A second Ctrl-C stops at once."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, stop)
-    made, equal, broken = records[-1]["step"], 0, 0
-    evaluations = [record["evaluation"] for record in records if "evaluation" in record]
-    bar = tqdm(range(made + 1, config.steps + 1), initial=made, total=config.steps)
-    for number in bar:
-        record = make_step(records[-1], task, rule, optimizer, reference, config)
-        if number == config.steps or (config.eval_every and number % config.eval_every == 0):
+    made = records[-1]["step"]
+    last = max(made, config.steps)
+    bar = tqdm(total=config.steps, initial=made)
+    for number in range(made, last + 1):
+        if number > made:
+            records.append(make_step(records[-1], task, rule, optimizer, reference, config))
+            bar.update()
+            bar.set_postfix({name: records[-1][name] for name in ("reward", "rollout_worth")})
+        record = records[-1]
+        is_due = config.eval_every and number % config.eval_every == 0
+        if (is_due or number in (0, last)) and "evaluation" not in record:
             record["evaluation"] = evaluate(task, config)
-            evaluations.append(record["evaluation"])
-            bar.write(f"step {number}: accuracy {evaluations[-1]['accuracy']:.2f}")
-        bar.set_postfix(reward=record["reward"], accuracy=evaluations[-1]["accuracy"])
-        records.append(record)
+            bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
         with (out / "metrics.jsonl").open("a") as file:
             print(as_json(record), file=file)
-        equal = equal + 1 if record["grad_norm"] == 0 else 0  # steps in a row
-        broken = 0 if math.isfinite(record["grad_norm"]) else broken + 1
-        if broken == 10:
+        norms = [record["grad_norm"] for record in records[1:][-10:]]
+        if len(norms) == 10 and not any(map(math.isfinite, norms)):
             raise FloatingPointError("10 updates in a row were not finite: lower --learning_rate")
-        if equal == 10:
+        if norms == 10 * [0.0] and number % 10 == 0:
             bar.write(f"ten steps without a gradient: rewards are equal, see {out}/metrics.jsonl")
-        stopping = signal.getsignal(signal.SIGINT) != stop
-        is_due = config.save_every and number % config.save_every == 0
-        if is_due or stopping or number == config.steps:
-            saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
-            torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
-            (out / "partial.pt").replace(out / "checkpoint.pt")  # so that one is always whole
-        if stopping:
+        if config.save_every and number % config.save_every == 0 and made < number < last:
+            save_checkpoint(out, records, rule, optimizer)
+        if signal.getsignal(signal.SIGINT) != stop:
             break
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def train(config, task):
+    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
+    after the current step, in KeyboardInterrupt. Whatever ends it, but a second Ctrl-C, the last
+    whole step is saved."""
+    rule = config.rule_class(config, len(task.train))
+    reference = copy.deepcopy(task.model) if config.beta > 0 else None
+    optimizer = MasterAdam(task.model, config.learning_rate)
+    out, records = start(config, task, rule, optimizer)
+    go_on = f"\ngo on with: python dppo.py --resume={str(out)!r}"
+    try:
+        make_steps(out, records, task, rule, optimizer, reference, config)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        if optimizer.updates == records[-1]["updates"]:  # and not between two updates of a step
+            save_checkpoint(out, records, rule, optimizer)
+            print(go_on)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    save_checkpoint(out, records, rule, optimizer)
     task.model.save_pretrained(out / "model")
     task.tokenizer.save_pretrained(out / "model")
     if records[-1]["step"] < config.steps:
-        print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
+        print(go_on)
         raise KeyboardInterrupt
-    before, seconds = records[0]["evaluation"], records[-1]["cumulative_seconds"]
-    after = records[-1].get("evaluation") or evaluate(task, config)  # where no step was left
+    before, after = records[0]["evaluation"], records[-1]["evaluation"]
+    seconds, worth = records[-1]["cumulative_seconds"], records[-1].get("rollout_worth", 1.0)
     summary = {"before": before, "after": after, "seconds": seconds, "device": DEVICE}
     (out / "summary.json").write_text(as_json(summary, indent=2))
     key = f"avg@{config.eval_samples}"
     texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
     told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
-    print(f"{told}; {seconds:.0f} s of training; results are in {out}")
+    told += f"; a rollout was worth {worth:.1f} without pruning; {seconds:.0f} s of training"
+    print(f"{told}; results are in {out}")
     return summary
 
 
@@ -1170,7 +1280,7 @@ def main():
     try:
         resume, stored = parser.parse_args().resume, []
         if resume:  # its settings, before those given beside it, as the last one counts
-            with reported(f"{resume}/config.json cannot be read"):
+            with refusing(f"{resume}/config.json cannot be read"):
                 settings = json.loads(Path(resume, "config.json").read_text()).items()
             stored = [f"--{name}={value}" for name, value in settings]
         config = Config(**vars(parser.parse_args(stored + sys.argv[1:])))
@@ -1186,4 +1296,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.modules["dppo"] = sys.modules["__main__"]  # so that a fork's `import dppo` is this module
     main()

@@ -31,32 +31,38 @@ CHANGES = r"""
 - prune_completions(rule, A, w_q, generator)
 + prune_completions(rule, A, w_q * 0 + 1, generator)
 # N left out: shares
-- shares.append(w / (N * G * Z))
-+ shares.append(w / (len(prompts) * G * Z))
+- "shares": w / (N * G * Z)
++ "shares": w / (len(prompts) * G * Z)
 # G left out: shares
-- shares.append(w / (N * G * Z))
-+ shares.append(w / (N * Z))
+- "shares": w / (N * G * Z)
++ "shares": w / (N * Z)
 # Z left out: shares
-- shares.append(w / (N * G * Z))
-+ shares.append(w / (N * G))
-# the shares of the first draw used for every update: shares
-- in enumerate(shares):
-+ in enumerate(shares[:1] * len(shares)):
+- "shares": w / (N * G * Z)
++ "shares": w / (N * G)
+# the weights of the first draw used for every update: shares
+- in enumerate(weights):
++ in enumerate(weights[:1] * len(weights)):
 # divided by those that are kept: linear
-- loss = share @ losses
-+ loss = share @ losses / len(batch)
+- loss = share[owner] @ losses
++ loss = share[owner] @ losses / len(batch)
 # advantages centred again: linear
-- A = advantages[batch].repeat
-+ A = (advantages[batch] - advantages[batch].mean()).repeat
+- ref_logprobs, owner, A, config)
++ ref_logprobs, owner, A - A[batch].mean(), config)
 # advantages of other completions: linear
-- A = advantages[batch].repeat
-+ A = advantages[kept[: len(batch)]].repeat
+- ref_logprobs, owner, A, config)
++ ref_logprobs, owner, A.roll(1), config)
+# tokens that belong to other completions: linear
+- owners += [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
++ owners += [-1] * (len(prompt) - 1) + [slot[0]] * len(completion) + [-1]
 # dr_grpo scaled: shares
 - scale_by_std=config.objective != "dr_grpo"
 + scale_by_std=True
-# a group with a missing reward has an advantage: advantages
-- return advantages.masked_fill(equal, 0.0).nan_to_num()
-+ return advantages.masked_fill(equal, 0.0)
+# a completion without a reward has an advantage: advantages
+- return advantages.masked_fill((lowest == highest) | ~given, 0.0)
++ return advantages.masked_fill(lowest == highest, 0.0)
+# the std of all that have no reward, too: advantages
+- std = (squares / (given.sum(dim=1, keepdim=True) - 1)).sqrt()
++ std = (squares / (given.shape[1] - 1)).sqrt()
 # rounding makes a low set: floor_of
 - scores.nanmean() * (1 - 1e-6)
 + scores.nanmean()
@@ -80,14 +86,14 @@ CHANGES = r"""
 - scores = advantages.abs() * prompt_weights[:, None]  # (B, G)
 + scores = advantages.abs()
 # a score is the sum: last_visit
-- scores = advantages.abs().mean(dim=1)  # (B,) 0
-+ scores = advantages.abs().sum(dim=1)  # (B,) 0
+- scores = advantages.abs().mean(dim=1)
++ scores = advantages.abs().sum(dim=1)
 # the first of two visits in a window counts: last_visit
 - for q, score in zip(prompts, scores):
 + for q, score in zip(prompts.flip(0), scores.flip(0)):
 # the memory of pruned prompts lost: interrupted or every_weight or kept or window
-- rule.update(prompts, rewards, A)
-+ rule.update(torch.arange(len(task.train))[:len(prompts)], rewards, A)
+- rule.remember(prompts, rewards, A)
++ rule.remember(torch.arange(len(task.train))[:len(prompts)], rewards, A)
 # the window as large as the batch: window
 - N = int((pi.cumsum(0) <= limit + 1e-9).sum())
 + N = limit
@@ -95,8 +101,8 @@ CHANGES = r"""
 - if pi.sum() < 1:  # a draw
 + if False:  # a draw
 # a biased rule's losses summed: biased_rule
-- w *= N * G / w.sum().clamp(min=1)
-+ pass
+- w = (w > 0) * (N * G / (w > 0).sum().clamp(min=1))
++ w = (w > 0).double()
 # a biased rule keeps its weights: biased_rule
 - if not rule.unbiased:  # L_hat
 + if False:  # L_hat
@@ -104,8 +110,8 @@ CHANGES = r"""
 - position_ids=position_ids, use_cache=False
 + use_cache=False
 # trained off by one: packing
-- [0] * (len(prompt) - 1) + [1] * len(completion) + [0]
-+ [0] * len(prompt) + [1] * len(completion)
+- [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
++ [-1] * len(prompt) + [i] * len(completion)
 # every other sequence lost: longest_that_fits
 - waiting.extend(islice(coming, 1))
 + waiting.extend(islice(coming, 1, 2))
@@ -122,17 +128,17 @@ CHANGES = r"""
 - rho.clamp(1 - down, 1 + up)
 + rho.clamp(max=1 + up)
 # gspo's ratio a sum: formula
-- [part.mean().expand_as(part)
-+ [part.sum().expand_as(part)
+- (sums / lengths)[place]
++ sums[place]
 # KL the wrong way round: formula
 - log_ref_ratio = ref_logprobs - logprobs
 + log_ref_ratio = logprobs - ref_logprobs
 # KL of the policy itself: later_updates
 - ref = frozen_logprobs(reference, sequences, trained, config)
 + ref = frozen_logprobs(task.model, sequences, trained, config)
-# the old policy lost: shares
-- if len(shares) > 1 else None
-+ if len(shares) > 9 else None
+# the old policy lost: later_updates
+- inputs["old"] = old if number > 0 else None
++ inputs["old"] = None
 # the first of several updates clips what is rounding: later_updates
 - old if number > 0 else None
 + old
@@ -140,8 +146,8 @@ CHANGES = r"""
 - torch.full_like(lengths, mean_length or lengths.mean().item())
 + torch.full_like(lengths, lengths.mean().item())
 # dapo's length without the prompts' weights: shares
-- length = (step.w_q @ step.lengths.mean(dim=1) / step.w_q.sum()).item()
-+ length = step.lengths.mean().item()
+- length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
++ length = lengths.mean().item()
 # the gradient clipped at another norm: clipped
 - clip_grad_norm_(model.parameters(), config.max_grad_norm)
 + clip_grad_norm_(model.parameters(), 1e9)
@@ -162,16 +168,26 @@ CHANGES = r"""
 - (rule.unbiased and (pi[needed] == 0).any())
 + False
 # successes never forgotten: decay
-- right[q] = self.decay * right[q] + group.sum()
-+ right[q] = right[q] + group.sum()
+- memory["right"][q] = self.decay * memory["right"][q] + right
++ memory["right"][q] = memory["right"][q] + right
 # rewards outside 0 and 1 counted: decay
 - rewards.clamp(0, 1)
 + rewards
-# the expected square of another group size: expected_square
-- else self.config.group_size
--         i = torch
-+ else 8
-+         i = torch
+# bins learn from first visits: next_visit
+- if place[q] >= 0 and not group.isnan().all():
++ if not group.isnan().all():
+# bins by the reward of this visit: next_visit
+- memory, place = self.memory, self.bin_of_prompts()
+-         memory["visits"] *= self.forget
++ memory, place = self.memory, self.bin_of_prompts()
++         place[prompts] = (rewards.mean(dim=1) * 8).long()
++         memory["visits"] *= self.forget
+# a bin's score is the mean square itself: next_visit
+- (self.memory["squares"] / self.memory["visits"]).sqrt()[place]
++ (self.memory["squares"] / self.memory["visits"])[place]
+# a group without any reward teaches a bin: sums_successes
+- if place[q] >= 0 and not group.isnan().all():
++ if place[q] >= 0:
 # the next window starts anew: every_epoch
 - order[start : start + prompt_count]
 + order[:prompt_count]
@@ -250,21 +266,21 @@ CHANGES = r"""
 - transformers.set_seed(config.seed % 2**32)  # the same every time
 + pass
 # reward means unweighted: estimate_means
-- w_q = step.w_q * ~step.rewards.isnan().any(dim=1)  # (B,)
-+ w_q = (~step.rewards.isnan().any(dim=1)).double()
+- w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
++ w_q = (~step.rewards.isnan().all(dim=1)).double()
 # a checkpoint written in place: dies_saving
 - torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
--             (out / "partial.pt").replace(out / "checkpoint.pt")
+-     (out / "partial.pt").replace(out / "checkpoint.pt")
 + torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "checkpoint.pt")
 # checkpoints may run code: with_history
-- "cpu", weights_only=True)
-+ "cpu", weights_only=False)
+- {"weights_only": True,
++ {"weights_only": False,
 # rounded weights in the checkpoint: in_one
 - "weights": optimizer.masters}
 + "weights": optimizer.weights}
 # masters not resumed: in_one
 - master.copy_(value)
--             weight
+-         weight
 + weight
 # the optimizer not resumed: in_one
 - optimizer.load_state_dict(saved["optimizer"])
@@ -279,10 +295,10 @@ CHANGES = r"""
 - (row["prompt"], row.get("answer"))
 + (row["prompt"],)
 # history draws as before: with_history
-- ("candidates_so_far", "mean_length")}
-+ ("mean_length",)}
+- ("candidates_so_far", "means")}
++ ("means",)}
 # a mean length that depends on the draw: with_history
-- ("candidates_so_far", "mean_length")}
+- ("candidates_so_far", "means")}
 + ("candidates_so_far",)}
 # every step the same seed: every_step or random_numbers
 - (1_000_003 * config.seed + seen)
@@ -310,11 +326,14 @@ CHANGES = r"""
 - torch.set_num_threads(max(1, torch.get_num_threads() // 2))
 + pass
 # the last evaluation not recorded: not_made_twice
-- if number == config.steps or (config.eval_every and number % config.eval_every == 0):
-+ if config.eval_every and number % config.eval_every == 0:
+- or number in (0, last)) and
++ or number == 0) and
 # Ctrl-C without a checkpoint: ctrl_c
-- if is_due or stopping or number
-+ if is_due or number
+-     save_checkpoint(out, records, rule, optimizer)
+-     task.model.save
++     if records[-1]["step"] == config.steps:
++         save_checkpoint(out, records, rule, optimizer)
++     task.model.save
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
@@ -328,7 +347,7 @@ CHANGES = r"""
 - N = int((pi.cumsum(0) <= limit + 1e-9).sum())
 + N = int((pi.cumsum(0) < limit).sum())
 # gspo's ratio is that of all completions: formula
-- log_ratio = torch.cat([part.mean().expand_as(part) for part in log_ratio.split(lengths)])
+- log_ratio = (sums / lengths)[place]
 + log_ratio = log_ratio.mean().expand_as(log_ratio)
 # clip fraction ignores the sign of a: formula
 - clipped = surrogate < rho * A
@@ -360,21 +379,22 @@ CHANGES = r"""
 - reference = copy.deepcopy(task.model) if config.beta > 0 else None
 + reference = task.model if config.beta > 0 else None
 # no checkpoint after the last step: in_one
-- if is_due or stopping or number == config.steps:
-+ if is_due or stopping:
+-     save_checkpoint(out, records, rule, optimizer)
+-     task.model.save
++     task.model.save
 # the old policy taken anew before every update: later_updates
-- for number, share in enumerate(shares):
-+ for number, share in enumerate(shares):
-+         old = frozen_logprobs(task.model, sequences, trained, config)
+- for number, w in enumerate(weights):
++ for number, w in enumerate(weights):
++         old = frozen_logprobs(task.model, sequences, later, config)
 # the first rollout not remembered: biased_rule
-- rule.update(prompts, rewards, A)
-+ mean_length and rule.update(prompts, rewards, A)
-# a group with a missing reward centred on the others: advantages
-- rewards.mean(dim=1, keepdim=True)
-+ rewards.nanmean(dim=1, keepdim=True)
+- rule.remember(prompts, rewards, A)
++ means.length and rule.remember(prompts, rewards, A)
+# a missing reward makes the whole group worthless: advantages
+- rewards.nanmean(dim=1, keepdim=True)
++ rewards.mean(dim=1, keepdim=True)
 # prompts scored by the root mean square: last_visit
-- scores = advantages.abs().mean(dim=1)  # (B,) 0
-+ scores = advantages.square().mean(dim=1).sqrt()  # (B,) 0
+- scores = advantages.abs().mean(dim=1)
++ scores = advantages.square().mean(dim=1).sqrt()
 # the low set of each group: gradient_go_first
 - pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
 + for row, A, some in zip(pi, advantages, trainable):
@@ -425,8 +445,36 @@ CHANGES = r"""
 - rollout(task, examples, k, config)
 + rollout(task, examples, k, replace(config, temperature=1.0))
 # a share in the record for a weight: shares
-- A=A, w=w, update
-+ A=A, w=share, update
+- "w": weights[0],
++ "w": inputs["shares"],
+# worth from this step instead of earlier ones: given or exactly_one or shares
+- limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
++ N, prompts, w_q = prune_prompts(rule, upcoming, config.prompts_per_step, generator)
++     limit = max(1, round(config.prompts_per_step / float(w_q.mean())))
+# more rollouts than without pruning: no_more
+- max(1, means.worth(means.pruned))))
++ means.worth(means.pruned)))
+# worth of prompts alone decides: shares
+- means.worth(means.pruned))))
++ means.worth(means.prompts_pruned))))
+# weights not squared in the noise: noise
+- rolled * w**2)):
++ rolled * w)):
+# the noise without B: running_means
+- rolled = w_q[:, None], len(A) / N
++ rolled = w_q[:, None], 1 / N
+# the noise without N: noise
+- .mean(dim=1).sum().item() / N
++ .mean(dim=1).mean().item()
+# the noise without pruning not weighted: noise
+- zip(self[1:], (w_q, rolled
++ zip(self[1:], (w_q > 0, rolled
+# steps without a gradient count as noise: running_means
+- if A.any() else mean)
++ if True else mean)
+# a biased rule has a worth: exactly_one
+- A * rule.unbiased, lengths)
++ A, lengths)
 # the last line the wrong way round: last_line
 - {before[name][key]:.2f} -> {after[name][key]:.2f}
 + {after[name][key]:.2f} -> {before[name][key]:.2f}
@@ -439,6 +487,21 @@ CHANGES = r"""
 # settings beside resume ignored: ctrl_c
 - parser.parse_args(stored + sys.argv[1:])
 + parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
+# a failing step leaves what the rule remembered: fails
+- rule.memory = memory  # as it was before the step
++ pass
+# half a step saved: fails
+- if optimizer.updates == records[-1]["updates"]:  # and
++ if True:  # and
+# a fork has another module: fork
+- sys.modules["dppo"] = sys.modules["__main__"]
++ pass
+# out of memory without advice: memory
+- except (torch.OutOfMemoryError, MemoryError):  # main
++ except ZeroDivisionError:  # main
+# of several updates the last norm: estimate_means
+- record["grad_norm"] = norms.max().item()
++ pass
 """
 
 

@@ -54,7 +54,7 @@ def test_the_rules_in_readme_prune_without_bias():
     rewards, advantages = REWARDS[[0, 5]], ADVANTAGES[[0, 5]]  # the second is solved
     for kind in rules:
         rule = kind(dppo.Config(group_size=G), 2)
-        rule.update(torch.arange(2), rewards, advantages)
+        rule.remember(torch.arange(2), rewards, advantages)
         expectation, outcomes = torch.zeros_like(rewards), 0
         windows = every_result(partial(dppo.prune_prompts, rule, torch.arange(2), 2, None))
         for p, (N, kept, w_q) in windows:
@@ -109,7 +109,7 @@ def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade
 
 # ==== dppo_trl.py ====
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
-ROWS = [0, 1, 2, 5]  # of REWARDS
+ROWS = [0, 4, 3, 5]  # of REWARDS
 SCORED = REWARDS[ROWS]
 SEQUENCES = random_sequences()[: N * G]
 
@@ -171,14 +171,16 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
 
     def pick():
         trainer.windows.order = torch.arange(N)
-        memory = rule_with_history(method).memory
-        trainer.windows.rule.memory = {name: values[ROWS] for name, values in memory.items()}
+        for name, values in rule_with_history(method).memory.items():
+            of_prompts = values[[0, 1, 2, 5]] if len(values) == 6 else values
+            trainer.windows.rule.memory[name] = of_prompts
         prompts = list(itertools.islice(trainer.windows, N * G))
         return prompts, trainer.windows.queue[0]
 
     def step(prompts, entry):
         trainer.windows.queue = [entry]
-        trainer.mean_length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
+        length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
+        trainer.means = dppo.Means(length=length)
         return gradient_of(trainer, prompts)
 
     expectation = torch.zeros_like(full)

@@ -106,11 +106,11 @@ def run(task, held_out, seed, arm, first, last, seen=0, remembered=()):
     """Steps first to last of an arm -> (prompts, rewards, A) of each rollout, records, seen."""
     method, prune_rate = ARMS[arm]
     config = dppo.Config(method=method, prompt_prune_rate=prune_rate, seed=seed, **SETTINGS)
-    rule = config.rule(config, len(task.train))
+    rule = config.rule_class(config, len(task.train))
     for visit in remembered:
-        rule.update(*visit)
-    visits, records, update = [], [], rule.update
-    rule.update = lambda *visit: (visits.append(visit), update(*visit))
+        rule.remember(*visit)
+    visits, records, remember = [], [], rule.remember
+    rule.remember = lambda *visit: (visits.append(visit), remember(*visit))
     optimizer = dppo.MasterAdam(task.model, config.learning_rate)
     for step in range(first, last + 1):
         transformers.set_seed(1_000_003 * seed + seen)
@@ -118,12 +118,14 @@ def run(task, held_out, seed, arm, first, last, seen=0, remembered=()):
         rate = config.learning_rate * min(1.0, (step - first + 1) / config.warmup_steps)
         optimizer.param_groups[0]["lr"] = rate
         upcoming = dppo.next_prompts(seen, len(task.train), seed)
-        done = dppo.dppo_step(task, rule, optimizer, None, upcoming, None, generator, config)
+        inputs = (None, upcoming, dppo.Means(), generator, config)
+        done = dppo.dppo_step(task, rule, optimizer, *inputs)
         seen += done.N
+        [update] = done.updates
         record = {"step": step, "seen": done.N, "rolled": len(done.A)}
-        record |= {"generated": int(done.lengths.sum()), "trained": done.update["tokens_trained"]}
+        record |= {"generated": int(done.lengths.sum()), "trained": update["tokens_trained"]}
         record["informative"] = int((done.A != 0).any(dim=1).sum())
-        record["grad_norm"] = round(done.update["grad_norm"], 3)
+        record["grad_norm"] = round(update["grad_norm"], 3)
         if step % EVERY == 0:
             record["probability"] = round(probability(task, held_out, config), 4)
             train = [example for example in task.train if example["kind"] == "middle"]
