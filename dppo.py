@@ -12,8 +12,10 @@ stays GRPO's. What is left is packed, and a step makes only as many rollouts as 
     python dppo.py                              # a small embedded model, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-Part I is the method: it leads to `dppo_step`, the paper's algorithm, and to a rule that goes beyond
-the paper. Part II is what all this runs on: rollout, rewards, model, data, settings, files.
+Part I is the method. It leads to `dppo_step`, the paper's algorithm. Where our sources are silent
+or disagree, our reading stands where the code has it: keep_probabilities, has_gradient, DPPO,
+prune_prompts, normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes
+beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
@@ -25,23 +27,15 @@ the paper. Part II is what all this runs on: rollout, rewards, model, data, sett
               prompt, w_qi of a completion whose prompt was kept, w = w_q w_qi
     rho       probability of a token under the new policy over that under the old one
     beta      weight of the KL term, the divergence from a reference policy
-    l, L      loss of a completion; its mean over the N G candidates, which L_hat estimates
+    l, L      loss of a completion; its mean over the N G candidates; L_hat estimates L
     Z         what the sum over a completion's token losses is divided by
     share     w/(N G Z), which multiplies that sum in L_hat
     NaN       a reward that was not given, or a score that is not yet known
-
-Where our sources are silent or disagree, we read the paper as follows:
-
-  - A fixed fraction of the low-scoring set is pruned, at random (keep_probabilities).
-  - Without KL, completions with A = 0 have no gradient and are left out first (GRPOSkip).
-  - A prompt's score is low if it is below the mean over all prompts that have one (DPPO).
-  - What survives the pruning of a window fills the rollout batch (prune_prompts).
-  - The loss is divided by N G, the number of candidate completions (dppo_step).
-  - A running mean length stands in for dapo's number of tokens (normalizer).
 """
 
 import argparse
 import copy
+import glob
 import json
 import math
 import os
@@ -51,8 +45,9 @@ import re
 import signal
 import sys
 import time
+import warnings
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -73,7 +68,7 @@ from tqdm import tqdm
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean. Mean and
     std (divisor n - 1) are of all n rewards that were given: to centre A again after pruning would
-    bias the gradient. Where a group's rewards are equal, or one is missing, A is exactly 0."""
+    bias the gradient. A is exactly 0 where these are equal, and for a reward that is missing."""
     rewards = rewards.double()
     given = ~rewards.isnan()
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
@@ -86,7 +81,8 @@ def group_advantages(rewards, scale_by_std=True):
 
 
 def has_gradient(advantages, beta):
-    """(B, G) bool: with A = 0 and no KL, a completion's loss and its gradient are 0."""
+    """(B, G) bool: False where A = 0 and there is no KL, so that loss and gradient are 0. Such a
+    completion is left out before anything else, and counts in no mean."""
     return (advantages != 0) | (beta > 0)
 
 
@@ -270,7 +266,7 @@ def pack_micro_batches(sequences, indices, config):
 
 def lay_out(sequences, slots):
     """The sequences of some slots -> (slots, length, 3): the token id, the position id, and the
-    index of the sequence whose completion has the next token; -1 where there is none, or padding.
+    index of the sequence if the next token is of its completion, otherwise -1.
     As position ids restart at 0, transformers' mask for sdpa keeps attention within a sequence."""
     tables = []
     for slot in slots:
@@ -393,10 +389,10 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
 # ---- 4. The step: the paper's algorithm
 class Means(NamedTuple):
     """Running means over earlier steps, so known before a draw; 0 before the first. The noise of a
-    step is sum |g_q|^2/(pi_q N^2), with g_q the gradient of a prompt's group, and mean |g_q|^2/B if
-    none of its B prompts is pruned. The second over the first is what a rollout is worth: at worth
-    2, half as many rollouts give the same expected gradient with the same noise. A^2, to which
-    |g|^2 is nearly proportional, stands in for it."""
+    step, its gradient's second moment, is sum |g_q|^2/(pi_q N^2), g_q being the gradient of a whole
+    group, as if draws were independent; for B prompts without pruning, it is mean |g_q|^2/B. What a
+    rollout is worth is the latter over the former: at worth 2, half as many rollouts give the same
+    expected gradient with about the same noise. A^2 stands in for |g|^2."""
 
     length: float = 0.0  # of a completion
     unpruned: float = 0.0  # noise of a step times its B, had nothing been pruned
@@ -408,14 +404,17 @@ class Means(NamedTuple):
         return self.unpruned / noise if noise > 0 else 1.0
 
     def after(self, N, w_q, w, A, lengths):
-        """The means after a step with (B,) w_q, (B, G) w, A and lengths."""
+        """The means after a step with (B,) w_q, (B, G) w, A and lengths. Worth starts at 1."""
         length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
-        means = [0.9 * (self.length or length) + 0.1 * length]
+        length = 0.9 * (self.length or length) + 0.1 * length
+        if not A.any():  # the step says nothing about noise
+            return self._replace(length=length)
+        noise = []
         w_q, rolled = w_q[:, None], len(A) / N
-        for mean, weights in zip(self[1:], (w_q, rolled * w_q**2, rolled * w**2)):
-            noise = (weights * A**2).mean(dim=1).sum().item() / N
-            means.append(0.95 * mean + 0.05 * noise if A.any() else mean)  # A = 0 says nothing
-        return Means(*means)
+        for weights in (w_q, rolled * w_q**2, rolled * w**2):
+            noise.append((weights * A**2).mean(dim=1).sum().item() / N)
+        means = [0.95 * (mean or noise[0]) + 0.05 * new for mean, new in zip(self[1:], noise)]
+        return Means(length, *means)
 
 
 def normalizer(lengths, mean_length, config):
@@ -440,7 +439,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
     means: Means of the steps before; generator: for the draws alone.
 
     L is the mean of l = (sum of token losses)/Z over all N G candidates; L_hat = sum(w l)/(N G).
-    Memory, limit and N are fixed before the draw, so w_q has mean 1; given its outcome and the
+    Memory, limit and N are fixed before the draw, so w_q has mean 1; given that draw and the
     rollouts, so has w_qi, wherever l has a gradient. As a rollout does not depend on being drawn,
     L_hat has the expected gradient of L. The paper averages over what it keeps and rescales by
     C/(1 - P). With C = kept/total, this is the same, the Horvitz-Thompson estimator:
@@ -448,7 +447,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
-    # 1. Prune prompts by what is remembered of them, to as many as have the wanted noise.
+    # 1. Prune prompts by what is remembered of them, to as many as have the noise that
+    #    prompts_per_step have without pruning, but to no more than these.
     limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
@@ -719,7 +719,13 @@ def check_sampling(task, config):
 
 
 # ---- 8. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
-NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+# A sign may stand off, but in 5-3 and 5 - 3 there is none.
+NUMBER = re.compile(r"(?:(?<![\w)])(?<![0-9)] )- ?)?(?:[0-9]*\.)?[0-9]+(?:[eE][+-]?[0-9]+)?")
+MARKED = re.compile(r"(?:####|\\boxed *\{)\s*(?:\\boxed *\{)?([^\n}]*)")
+# What makes a number a part of a fraction, a power, a root, a pair, a time, a product.
+BEFORE = re.compile(r"([0-9}] */ *|\^\{?|[0-9]_\{?|(sqrt|frac|\})\{|[0-9][,:]|(times|cdot) *)$")
+AFTER = re.compile(r" *(/ *[0-9]|\^(?!\{?\\circ)|_\{?[0-9]|[,:.]?[0-9]|\\(times|cdot|pi))")
+AROUND = r"""[\s"'*()\[\]{}\\.%°]*"""  # what may stand around a number that is an answer
 
 
 def text_of(completion):
@@ -727,33 +733,51 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def exact(prompts, completions, answer, **columns):
-    """1 where a completion is the answer, but for white space around it; None without an answer."""
+def gsm8k_number(text, is_answer=False):
+    r"""The number that a text gives after its last mark, #### or \boxed{, and the last = in that
+    line, or else at its end. None where it is part of an expression, and for an answer that says
+    anything more. A comma, or what stands for one, is left out only between a digit and three."""
+    text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
+    commas = r",|\{,\}|,?\\[,!]|[\xa0\u2009\u202f]"
+    text = re.sub(rf"\\?[$€£]|(?<=[0-9])(?:{commas})(?=[0-9]{{3}}(?![0-9]))", "", text)
+    marked = MARKED.findall(text)
+    end = marked[-1].rpartition("=")[2] if marked else text
+    if is_answer:
+        found = re.fullmatch(rf"{AROUND}?({NUMBER.pattern})(?:\^\{{?\\circ)?{AROUND}", end)
+        return float(found[1].replace(" ", "")) if found else None
+    found = NUMBER.search(end) if marked else None
+    if not found:
+        end = re.sub(r"(?m)^\s*- (?=.*[a-z])", "", text)  # a dash before an item is no sign
+        *_, found = [None, *NUMBER.finditer(end)]
+    if not found or BEFORE.search(end[: found.start()]) or AFTER.match(end, found.end()):
+        return None
+    return float(found[0].replace(" ", ""))
+
+
+def graded(prompts, completions, wanted, read):
+    """1 where what is read of a completion is wanted; None where nothing is. Reasoning is left out,
+    and so is all of a completion whose <think> does not end."""
     rewards = []
-    for completion, gold in zip(completions, answer):
-        wanted = "" if gold is None else str(gold).strip()
-        rewards.append(float(text_of(completion).strip() == wanted) if wanted else None)
+    for prompt, completion, value in zip(prompts, completions, wanted):
+        text = text_of(completion)
+        if text_of(prompt).rstrip().endswith("<think>"):
+            text = "<think>" + text
+        text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
+        is_right = not unfinished and read(text) == value
+        rewards.append(None if value is None else float(is_right))
     return rewards
 
 
-def gsm8k_number(text):
-    """The first number after the last ####, or else the last number of the text, or else None."""
-    text = text.replace("\N{MINUS SIGN}", "-").replace(",", "").replace("$", "")
-    _, mark, end = text.rpartition("####")
-    numbers = NUMBER.findall(end)[:1] if mark else []
-    numbers = numbers or NUMBER.findall(text)[-1:]
-    return float(numbers[0]) if numbers else None
+def exact(prompts, completions, answer, **columns):
+    """1 where a completion is the answer, but for white space around it; None without an answer."""
+    wanted = [str("" if gold is None else gold).strip() or None for gold in answer]
+    return graded(prompts, completions, wanted, str.strip)
 
 
 def gsm8k(prompts, completions, answer, **columns):
-    """1 where the numbers agree; None for an answer that has no #### and is not itself a number."""
-    rewards = []
-    for completion, gold in zip(completions, map(str, answer)):
-        is_number = re.fullmatch(r"\W*[0-9][0-9.,]*\W*", gold)
-        wanted = gsm8k_number(gold) if is_number or "####" in gold else None
-        found = gsm8k_number(text_of(completion))
-        rewards.append(None if wanted is None else float(found == wanted))
-    return rewards
+    """1 where the numbers agree; None for an answer that is not one number."""
+    wanted = [gsm8k_number(str(gold), is_answer=True) for gold in answer]
+    return graded(prompts, completions, wanted, gsm8k_number)
 
 
 REWARDS = {"exact": exact, "gsm8k": gsm8k}
@@ -784,27 +808,37 @@ def load_task(config):
     task = Task(list(train.values()), evals, tokenizer, config.reward_function)
     trial = task.train[:99]
     try:
-        rewards = reward_completions(task, trial, [Sequence([], [])] * len(trial))
+        reward_completions(task, trial, [Sequence([], [])] * len(trial))
     except Exception as error:
         error.add_note("Completions were empty here; in chats they are messages: see dppo.text_of.")
         raise
-    if rewards.isnan().all() and config.reward in REWARDS:
-        raise Refused("no answer can be graded: choose another --reward or --answer_column")
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded"):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
-            if hasattr(model.config, "quantization_config"):
-                raise Refused("its weights are quantized, so they cannot be trained")
     else:
         model = warm_started(tokenizer)
     task.model = model.to(DEVICE).eval()
     ids = model.generation_config.eos_token_id
-    ids = ids if isinstance(ids, list) else [ids]
-    task.end_ids = sorted({*ids, tokenizer.eos_token_id} - {None})
+    ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    task.end_ids = sorted(ids | turn_end(tokenizer))
     check_sampling(task, config)
-    print(f"{type(model).__name__} in {model.dtype} on {DEVICE}; {len(train)} prompts to train on")
+    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}; {len(train)} prompts to train on"
+    print(
+        f"{told}, of which the first ends {tokenizer.decode(task.train[0]['prompt_ids'])[-40:]!r}"
+    )
     return task
+
+
+def turn_end(tokenizer):
+    """{the first special id that the chat template writes after an assistant's message}, if there
+    is one. Base models end their texts with another."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
+    with suppress(Exception):  # without a template, or with one that wants more than this
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("MESSAGE")[2]
+        after = tokenizer.encode(text, add_special_tokens=False)
+        return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
+    return set()
 
 
 def reward_completions(task, examples, sequences):
@@ -815,19 +849,20 @@ def reward_completions(task, examples, sequences):
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    ids = [sequence.completion for sequence in sequences]
-    for row, text in zip(rows, task.tokenizer.batch_decode(ids, skip_special_tokens=True)):
+    if task.reward in REWARDS.values():  # these look at how the prompt ends that the model sees
+        columns["prompts"] = [task.tokenizer.decode(sequence.prompt) for sequence in sequences]
+    for row, (_, ids) in zip(rows, sequences):
+        has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
+        text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
         is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
-        completion = [{"role": "assistant", "content": text}] if is_chat else text
-        columns["completions"].append(completion)
+        columns["completions"].append([{"role": "assistant", "content": text}] if is_chat else text)
     values = task.reward(**columns)
-    try:
+    rewards = torch.tensor(math.inf)
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
         numbers = []
-        for value in values:
+        for value in [] if isinstance(values, dict | set) else values:
             numbers.append(math.nan if value is None else value)
         rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), samples)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        rewards = torch.tensor(math.inf)
     if rewards.isinf().any():
         must = f"the reward function must return a list of {len(rows)} finite numbers or None"
         raise Refused(f"{must}, not {values!r:.60}")
@@ -851,50 +886,87 @@ def user_data(config):
     return train, evals, tokenizer
 
 
-def load_examples(spec, split, config, tokenizer):
-    """{prompt ids: example} of path, path:split or path:config:split, shuffled, each prompt once;
-    empty and overlong prompts are left out. A split may be a slice, such as train[:900]."""
-    path, *names = re.split(r":(?![^\[]*\])", spec)  # at colons, but not within train[a:b]
+# What reads a kind of file, and how: csv as text, since pandas would take 0124 for 124.
+TEXT = {"converters": dict.fromkeys(range(999), str), "keep_default_na": False, "index_col": False}
+READERS = {"parquet": ("parquet", {}), "csv": ("csv", TEXT), "tsv": ("csv", TEXT | {"sep": "\t"})}
+READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), ("json", {}))
+
+
+def load_rows(spec, split):
+    """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900]. A
+    path is a file, of which the name may have colons, or else a name on the Hub, or a URL."""
+    parts = re.split(r":(?!//|[^\[]*\])", spec)  # at colons, but those of https:// and train[a:b]
+    paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    path = next(filter(os.path.isfile, paths), paths[-1])
+    names = parts[paths[::-1].index(path) + 1 :]
     split = names.pop() if names else split
-    kind = Path(path).suffix.lstrip(".").replace("jsonl", "json")
-    files = {split.partition("[")[0]: path} if kind in ("json", "csv", "parquet") else None
-    source = kind if files else path
+    kind = Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())).suffix[1:]
+    source, options = READERS.get(kind, (path, {}))
+    if kind in READERS:
+        file = glob.escape(path) if os.path.isfile(path) else path
+        options = options | {"data_files": {split.partition("[")[0]: file}}
+    elif os.path.isfile(path):
+        raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
+    warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        rows = datasets.load_dataset(source, *names, split=split, data_files=files)
-    rows = rows.shuffle(seed=0)  # not --seed, so that every run has the same data
+        return datasets.load_dataset(source, *names, split=split, **options)
+
+
+def load_examples(spec, split, config, tokenizer):
+    """{prompt ids: example} of what load_rows reads, shuffled, each prompt once; empty and overlong
+    prompts are left out, and so is what our rewards cannot grade."""
+    rows = load_rows(spec, split).shuffle(seed=0)  # not --seed, so that all runs have the same data
     flat = rows.flatten()  # data for verl nest the answer
     prompts = [name for name in config.prompt_column.split(",") if name in flat.column_names]
     answers = [name for name in config.answer_column.split(",") if name in flat.column_names]
-    if not prompts or (config.reward in REWARDS and not answers):
+    is_ours = config.reward in REWARDS
+    if not prompts or (is_ours and not answers):
         raise Refused(f"{spec} has {flat.column_names}: set --prompt_column and --answer_column")
+    read_as = getattr(flat.features[answers[0]], "dtype", "JSON") if answers else "null"
+    if config.reward == "exact" and not re.match("(large_)?string|u?int", read_as):
+        raise Refused(f"{spec}: {answers[0]} was read as {read_as}; exact needs texts or integers")
     examples = {}
-    for row, values in zip(rows, flat):
+    gradable = 0
+    for row, values in tqdm(zip(rows, flat), spec, len(rows), leave=False, delay=5):
         text = values[prompts[0]]
-        with refusing(f"{spec} has a prompt that cannot be encoded"):
-            prompt, ids = encode_prompt(text or "", config, tokenizer)
         # Ours and TRL's read one of these names; one's own reward keeps columns that have them.
         answer = dict.fromkeys(("answer", "solution"), values[answers[0]]) if answers else {}
+        if is_ours and config.reward_function(["?"], [""], [answer["answer"]]) == [None]:
+            continue
+        gradable += 1
+        with refusing(f"{spec} has a prompt that cannot be encoded"):
+            prompt, ids = encode_prompt(text or "", config, tokenizer)
         if text and 0 < len(ids) <= config.max_prompt_tokens:
-            row = row | answer if config.reward in REWARDS else answer | row
+            row = row | answer if is_ours else answer | row
             examples[tuple(ids)] = row | {"prompt": prompt, "prompt_ids": ids}
+    told = f"{spec}: {gradable} of {len(rows)} rows can be graded"
+    if not gradable:
+        raise Refused(f"{told}: choose another --reward or --answer_column")
     if not examples:
         raise Refused(f"{spec}: no prompt has from 1 to --max_prompt_tokens tokens")
-    print(f"{spec}: {len(examples)} different prompts within --max_prompt_tokens, {len(rows)} rows")
+    print(f"{told}, {len(examples)} different prompts within --max_prompt_tokens")
     return examples
 
 
 def encode_prompt(prompt, config, tokenizer):
-    """A text or a list of messages -> the prompt as the model sees it, and its ids."""
-    system = config.system_prompt
+    """A text or a list of messages -> the prompt as a reward gets it, and its ids. If the last of
+    the messages is the assistant's, it is continued."""
+    system, is_chat = config.system_prompt, isinstance(prompt, list)
+    for message in prompt if is_chat else []:
+        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise Refused(f"a message needs a role and a text as its content: {message!r:.60}")
+    if not is_chat and re.match(r"""\W*(role|content|from)['"]\s*:""", str(prompt)):
+        raise Refused("it looks like a chat, but is not a list of messages")
     if tokenizer.chat_template:
-        if not isinstance(prompt, list):
-            prompt = [{"role": "user", "content": str(prompt)}]
+        prompt = prompt if is_chat else [{"role": "user", "content": str(prompt)}]
         if system:
             others = [message for message in prompt if message["role"] != "system"]
             prompt = [{"role": "system", "content": system}, *others]
-        options = config.template_kwargs | {"add_generation_prompt": True, "return_dict": False}
+        goes_on = prompt[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        options = config.template_kwargs | options | {"return_dict": False}
         return prompt, tokenizer.apply_chat_template(prompt, **options)
-    if isinstance(prompt, list):
+    if is_chat:
         raise Refused(f"it is a chat, but {config.model} has no chat template")
     prompt = f"{system}\n\n{prompt}" if system else str(prompt)
     ids = tokenizer.encode(prompt)
@@ -1156,7 +1228,9 @@ def start(config, task, rule, optimizer):
             options = {"weights_only": True, "mmap": not config.resume}  # the memory is a few MB
             saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", **options)
             earlier = saved["records"]
-            first |= {name: earlier[-1][name] for name in ("candidates_so_far", "means")}
+            first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
+            # Noise depends on settings that may be others now, so worth starts at 1 again.
+            first["means"] = Means(earlier[-1]["means"]["length"])._asdict()
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
         rule.memory |= saved["memory"]
@@ -1220,11 +1294,9 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
             bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
         with (out / "metrics.jsonl").open("a") as file:
             print(as_json(record), file=file)
-        norms = [record["grad_norm"] for record in records[1:][-10:]]
-        if len(norms) == 10 and not any(map(math.isfinite, norms)):
-            raise FloatingPointError("10 updates in a row were not finite: lower --learning_rate")
-        if norms == 10 * [0.0] and number % 10 == 0:
-            bar.write(f"ten steps without a gradient: rewards are equal, see {out}/metrics.jsonl")
+        norms = torch.tensor([record["grad_norm"] for record in records[1:][-10:]])
+        if number % 10 == 0 and number > made and not (norms.isfinite() & (norms > 0)).any():
+            bar.write(f"no update in ten steps: see reward and grad_norm in {out}/metrics.jsonl")
         if config.save_every and number % config.save_every == 0 and made < number < last:
             save_checkpoint(out, records, rule, optimizer)
         if signal.getsignal(signal.SIGINT) != stop:
@@ -1242,10 +1314,9 @@ def train(config, task):
     go_on = f"\ngo on with: python dppo.py --resume={str(out)!r}"
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        if optimizer.updates == records[-1]["updates"]:  # and not between two updates of a step
+    except BaseException as error:
+        between_updates = optimizer.updates != records[-1]["updates"]  # of one step
+        if not between_updates and not isinstance(error, KeyboardInterrupt):
             save_checkpoint(out, records, rule, optimizer)
             print(go_on)
         raise
@@ -1289,7 +1360,7 @@ def main():
         train(config, load_task(config))
     except KeyboardInterrupt:
         sys.exit(130)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         sys.exit("dppo.py: out of memory: lower --micro_batch_tokens or --rollout_batch_size")
     except Refused as error:
         parser.error(" ".join(str(error).split())[:300])

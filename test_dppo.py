@@ -2,13 +2,14 @@
 
 The first test is the idea, by hand, in four numbers. Then follows the proof for the whole step.
 
-THEOREM. As long as a rule gives pi > 0 to whatever has a gradient, the loss L_hat of a step's first
-update has, on average over the draws, the gradient of the full loss L, the mean of l_i over all N G
-completions. That is E[grad L_hat] = grad L, whatever else of the step is given:
+THEOREM. If a rule does not say that it is biased, and gives pi > 0 to whatever has a gradient, the
+loss L_hat of a step's first update has, on average over the draws, the gradient of the full loss L,
+the mean of l_i over all N G completions. That is E[grad L_hat] = grad L, whatever is given:
 
   - the policy theta, and for the KL term the reference;
   - the rule, with all that it remembers and has learned, and the order of the prompts;
-  - the limit, and for dapo the mean length, which earlier steps decide;
+  - the limit, and for dapo the mean length, which earlier steps decide (a first step takes its own
+    length, so it must prune no prompt);
   - the completions of the N candidates and their rewards; for a pruned prompt, those that it would
     have had.
 
@@ -29,12 +30,14 @@ All are instances, on small models; those of 1 and 6 enumerate every outcome of 
 
 Then come six ways to lose unbiasedness, of which dppo.py refuses the third, and what a policy
 learns without it. Not proven: that random numbers are random (one test counts them), and draws
-independent; that a rollout has the same distribution whichever other prompts survive; anything
-about other models, or bfloat16, where packing rounds; the update, as Adam and clipping the norm are
-not linear; updates after the first on one rollout, for which prompts cannot be drawn anew; and that
-prompts count the same over an epoch, as windows differ in size (see prune_prompts).
+independent; that a rollout and its rewards have the same distribution whichever other prompts
+survive; anything about other models, or bfloat16, where packing rounds; the update, as Adam and
+clipping the norm are not linear; updates after the first on one rollout, for which prompts cannot
+be drawn anew; and that prompts count the same over an epoch, as windows differ in size, the more so
+the smaller the limit (see prune_prompts).
 """
 
+import gzip
 import inspect
 import itertools
 import json
@@ -435,6 +438,8 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
 def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective, monkeypatch, out):
     """In a run. The rewards are computed again, from the sequences that train_step gets."""
     windows, draws, updates = spy(monkeypatch, "prune_prompts", "prune_completions", "train_step")
+    remember = mock.Mock(side_effect=dppo.DPPO.remember, autospec=True)
+    monkeypatch.setattr(dppo.DPPO, "remember", lambda *visit: remember(*visit))
     task, m = tiny_task(seldom_teaches, prompts=24), None
     settings = {"objective": objective, "prompt_prune_rate": 0.9, "completion_prune_rate": 0.3}
     run(out, task, prompts_per_step=8, inner_epochs=2, steps=16, **settings)
@@ -451,6 +456,8 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
         rewards = dppo.reward_completions(task, examples, update.sequences).view_as(w_qi)
         assert torch.equal(update.advantages, group_advantages(rewards, objective != "dr_grpo"))
         assert drawn.prompt_weights is w_q and drawn.advantages is update.advantages
+        _, *visit = remember.call_args_list[n // 2].args
+        assert all(map(torch.equal, visit, (prompts, rewards, update.advantages)))
         lengths = torch.tensor([len(ids) for ids in completions]).double().view_as(w_qi)
         own = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
         m = m or own
@@ -458,9 +465,13 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
         w = w_q[:, None] * w_qi
         assert torch.allclose(update.shares, w / (N * w.shape[1] * Z))
         assert n % 2 == 1 or recorded(out, "weight_max")[n // 2] == w.max()  # of the first
-        m = 0.9 * m + 0.1 * own if n % 2 else m  # after the second update of a step
+        if n % 2:  # the second update of a step
+            m = 0.9 * m + 0.1 * own
+        else:
+            means = means.after(N, w_q, w, update.advantages, lengths)
+            assert means._asdict() == metrics(out)[n // 2 + 1]["means"]
     assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
-    assert len({window.limit for window, _ in windows}) > 2
+    assert len({window.limit for window, _ in windows}) > 1
 
 
 def test_later_updates_compare_with_the_policy_that_sampled(monkeypatch, out):
@@ -525,9 +536,9 @@ def test_the_noise_that_is_remembered_has_the_expectation_of_its_formula():
         N, kept, w_q = prune_prompts(rule, torch.arange(6), LIMIT, None)
         A = ADVANTAGES[kept]
         w = w_q[:, None] * prune_completions(rule, A, w_q, None)
-        _, *noise = dppo.Means().after(N, w_q, w, A, torch.ones_like(A))
+        _, *noise = dppo.Means(1, 1, 1, 1).after(N, w_q, w, A, torch.ones_like(A))
         sizes.add(N)
-        noise = torch.tensor(noise) / 0.05
+        noise = (torch.tensor(noise) - 0.95) / 0.05
         return torch.tensor([noise[0], noise[1] / len(kept), noise[2] / len(kept)])  # without its B
 
     rule, sizes = rule_with_history(OWN), set()
@@ -550,20 +561,23 @@ def test_running_means_weigh_earlier_steps_and_leave_out_those_without_a_gradien
     means = dppo.Means().after(4, w_q, w, A, lengths)
     assert means.length == pytest.approx((2 * 3 + 1) / 3)
     noise = (2 * 1 + 4.5) / 4, 2 * (4 * 1 + 4.5) / 16, 2 * (16 * 0.5 + 4 * 4.5) / 16
-    assert means[1:] == pytest.approx([0.05 * value for value in noise])
-    assert means.worth(means.pruned) == pytest.approx(noise[0] / noise[2])
+    expected = [0.95 * noise[0] + 0.05 * value for value in noise]  # worth was 1 before
+    assert means[1:] == pytest.approx(expected)
+    assert means.worth(means.pruned) == pytest.approx(noise[0] / expected[2])
     later = means.after(4, w_q, w, 0 * A, 2 * lengths)
     assert later.length == pytest.approx(1.1 * means.length) and later[1:] == means[1:]
     again = means.after(4, w_q, w, A, lengths)
-    assert again[1:] == pytest.approx([1.95 * value for value in means[1:]])
+    expected = [0.95 * mean + 0.05 * value for mean, value in zip(means[1:], noise)]
+    assert again[1:] == pytest.approx(expected)
     assert dppo.Means().worth(0.0) == 1
 
 
-@pytest.mark.parametrize("method", ["grpo", "grpo-skip", "test_dppo:KeepLargest"])
+@pytest.mark.parametrize("method", ["grpo", "grpo-skip", PAPER, "test_dppo:KeepLargest"])
 def test_without_pruning_a_rollout_is_worth_exactly_one(method, monkeypatch, out):
     """And so it is for a biased rule, of which nothing is known."""
     [windows] = spy(monkeypatch, "prune_prompts")
-    run(out, tiny_task(prompts=23), method=method, prompts_per_step=7, steps=5)
+    none = {"prompt_prune_rate": 0.0, "completion_prune_rate": 0.0, "inner_epochs": 2, "steps": 5}
+    run(out, tiny_task(prompts=23), method=method, prompts_per_step=7, **none)
     assert set(recorded(out, "rollout_worth")) == set(recorded(out, "prompt_worth")) == {1}
     assert {window.limit for window, _ in windows} == {7}
 
@@ -881,15 +895,15 @@ def test_an_update_without_a_gradient_or_one_that_is_not_finite_moves_nothing():
     assert moved == [True, False, False, False, True]
 
 
-def test_ten_equal_steps_are_reported_and_ten_broken_ones_end_the_run(monkeypatch, capsys, out):
-    norms = [*[0.0] * 9, 1.0, *[0.0] * 11, *[math.nan] * 9, 1.0, *[math.inf] * 11]
+def test_ten_steps_without_an_update_are_reported(monkeypatch, capsys, out):
+    norms = [*[0.0] * 9, 1.0, *[0.0] * 4, *[math.nan] * 3, *[math.inf] * 3, *[0.5] * 10]
     counts = {"completions_trained": 0, "tokens_trained": 0}
     updates = mock.Mock(side_effect=[counts | {"grad_norm": norm} for norm in norms])
     monkeypatch.setattr(dppo, "train_step", updates)
-    with pytest.raises(FloatingPointError, match="not finite"):
-        run(out, tiny_task(evals=0), steps=99, save_every=10)
-    assert recorded(out, "grad_norm") == [*norms[:21], *[None] * 9, 1.0, *[None] * 10]
-    assert capsys.readouterr().out.count("ten steps without a gradient") == 1
+    run(out, tiny_task(evals=0), steps=30)
+    finite = [norm if math.isfinite(norm) else None for norm in norms]
+    assert recorded(out, "grad_norm") == finite
+    assert capsys.readouterr().out.count("no update in ten steps: see reward") == 1
 
 
 # ==== 5. The proportional rule ====
@@ -989,8 +1003,16 @@ def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
     assert rule.memory["right"].tolist() == pytest.approx(right)
     wrong = [decay * (decay * 2 + 4 / 3), decay**2 * 4, 2.5, 4]
     assert rule.memory["wrong"].tolist() == pytest.approx(wrong)
-    visits = rule.memory["visits"].sum()
-    assert visited(rule, ([0], [[math.nan] * 4])).memory["visits"].sum() < visits  # forgotten only
+    before = {name: rule.forget * rule.memory[name].sum() for name in ("visits", "squares")}
+    visited(rule, ([0], [[math.nan] * 4]))
+    assert all(rule.memory[name].sum() == pytest.approx(before[name]) for name in before)
+    bin_ = rule.bin_of_prompts()[0]
+    old = {name: rule.forget * rule.memory[name][bin_] for name in before}
+    half = [1.0, 0.0, math.nan, math.nan]  # of A two are 0
+    visited(rule, ([0, 0], [half, [1.0] * 4]))  # both in the bin of before the step
+    square = group_advantages(torch.tensor([half])).square().mean()
+    assert rule.memory["visits"][bin_] == pytest.approx(old["visits"] + 2)
+    assert rule.memory["squares"][bin_] == pytest.approx(old["squares"] + square)
 
 
 # ==== 6. Order ====
@@ -1114,20 +1136,52 @@ def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypat
 
 
 # ==== 8. Rewards ====
-GRADES = [("gsm8k", "#### 18.0", "x\n#### 18", 1), ("gsm8k", "19", "18.", 0), ("gsm8k", "0", 0, 1)]
-GRADES += [("gsm8k", "-1,800", "\N{MINUS SIGN}$1800", 1), ("gsm8k", "16-.5.", ".50 %", 1)]
-GRADES += [("gsm8k", "#### 7\n#### -2 and 3", "-2", 1), ("gsm8k", "7 #### \u0663", "7", 1)]
-GRADES += [("gsm8k", "18", r"\frac{3}{18}", None), ("gsm8k", "18", None, None)]
-GRADES += [("gsm8k", "#### 1e3", "1000", 1), ("gsm8k", "3e", "3", 1)]
+GRADES = [("gsm8k", "19", "18.", 0), ("gsm8k", "0", 0, 1), ("gsm8k", "18", 18.0, 1)]
 GRADES += [("exact", " ab\n", "ab", 1), ("exact", "b", "ab", 0), ("exact", "0", 0, 1)]
-GRADES += [("exact", "ab b", "ab", 0), ("exact", "A", "a", 0)]
+GRADES += [("exact", "ab b", "ab", 0), ("exact", "A", "a", 0), ("exact", "0124", "124", 0)]
 GRADES += [("exact", "", "", None), ("exact", "None", None, None)]
+GRADES += [("exact", "<think>ab</think>\nb", "b", 1), ("gsm8k", "<think>5</think>", "5", 0)]
+GRADES += [("gsm8k", "<think>5 + 13 = 18", "18", 0), ("gsm8k", "5</think>18", "18", 1)]
+GRADES += [("gsm8k", "<think>1</think>2<think>3", "3", 0), ("gsm8k", "a <b> 18", "18", 1)]
+NUMBERS = {
+    18: ["#### 18.0", "x\n#### 18", "18", "####18", r"\boxed{18}", "#### 5 + 13 = 18", "(18)"]
+}
+NUMBERS |= {-31: ["- 31", r"-\$31", "\N{MINUS SIGN}31.", "\N{EN DASH}31", "#### -31", "$-31$"]}
+NUMBERS[9500] = ["9,500", "9{,}500", r"9\,500", r"9,\!500", "9\u2009500", "$9,500.00", "9.5e3"]
+NUMBERS |= {0.5: [".5", ".50 %", "50e-2"], 90: [r"90^\circ", "90°", r"$90^{\circ}$", "**90**"]}
+NUMBERS |= {5: [r"#### \boxed{5}", "#### x = 5", r"so it is $\boxed{5}$ m"]}
+NO_NUMBER = ["(3,4)", "14,16", "[-1,0)", r"\{2,3\}", "1/2", r"\frac{14}{3}", "2 1/4", "12:30"]
+NO_NUMBER += [r"3\sqrt{13}", r"\sqrt{13}", "2^3", "52_8", ".998,.965", "1.234,50", "#### 1/2"]
+NO_NUMBER += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"#### (3,4)", "one", "", "1.5 \\times 10"]
+NOT_ONLY = ["5!", "± 7", "x = 5", "9 hours", "10-12", "6 - 5i", "< 5", "a 5", "#### 5 apples"]
+COMPLETIONS = {
+    18: ["so 18 eggs.", "#### 18 dollars a day (9 at $2)", "18!", "- 18 eggs", "$18/day"]
+}
+COMPLETIONS |= {
+    -2: ["#### 7\n#### -2 and 3", "The answer is - 2"],
+    3: ["3e", "5-3", "5 - 3", "2: 3"],
+}
+COMPLETIONS |= {7: ["7 #### \u0663", r"I get \boxed{7\text{ m}^2}, not 8"], math.inf: ["9" * 5000]}
 
 
 @pytest.mark.parametrize("reward, completion, answer, grade", GRADES)
 def test_rewards_compare_with_an_answer_if_there_is_one(reward, completion, answer, grade):
     for given in (completion, [{"role": "assistant", "content": completion}]):
         assert dppo.REWARDS[reward](["?"], [given], answer=[answer], level=[1]) == [grade]
+        begun = [[{"role": "assistant", "content": "Well. <think>\n"}]]  # which does not end
+        if grade == 1 and "</think>" not in completion:
+            assert dppo.REWARDS[reward](begun, [given], answer=[answer]) == [0]
+
+
+def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else():
+    for number, texts in NUMBERS.items():
+        for text in texts:
+            assert dppo.gsm8k_number(text) == dppo.gsm8k_number(text, True) == number, text
+    for number, texts in COMPLETIONS.items():
+        assert [dppo.gsm8k_number(text) for text in texts] == [number] * len(texts)
+    assert [text for text in NO_NUMBER if dppo.gsm8k_number(text) is not None] == []
+    none = NO_NUMBER + NOT_ONLY
+    assert [text for text in none if dppo.gsm8k_number(text, True) is not None] == []
 
 
 def test_a_reward_gets_trl_s_arguments_and_may_say_none():
@@ -1135,11 +1189,12 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
     chat = [{"role": "user", "content": "3"}]
     text = {"prompt": "12=", "prompt_ids": [1], "answer": "12", "level": 1, "completions": "x"}
     examples = [text, text | {"prompt": chat, "answer": "3", "level": 2}]
-    sequences = [Sequence([1], ids) for ids in ([3, 4, 1], [5], [6, 1], [7, 7])]
+    sequences = [Sequence([1], ids) for ids in ([3, 4, 1], [0, 5], [6, 1], [7, 7])]
     rewards = dppo.reward_completions(task, examples, sequences)
     assert rewards.nan_to_num(-1).tolist() == [[-1.0, 1.0], [0.5, 1.0]]
     assistant = [[{"role": "assistant", "content": text}] for text in ("3", "44")]
-    expected = {"prompts": ["12=", "12=", chat, chat], "completions": ["01", "2", *assistant]}
+    completions = ["01", "<pad>2", *assistant]  # special tokens, but for the end, are a part of it
+    expected = {"prompts": ["12=", "12=", chat, chat], "completions": completions}
     expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2]}
     assert task.reward.call_args.kwargs == expected
 
@@ -1151,6 +1206,7 @@ def short(prompts, completions, **columns):
 
 
 two_values = mock.Mock(return_value=[0.0, 0.0])
+as_dict = mock.Mock(return_value={0: 1.0})
 takes_chats_for_text = mock.Mock(side_effect=AttributeError("'list' object has no 'lower'"))
 
 
@@ -1169,8 +1225,7 @@ def write_rows(path, rows):
 def user(tmp_path_factory):
     """Settings with a model with random weights and a dataset, as users have them."""
     folder = tmp_path_factory.mktemp("user")
-    rows = [{"question": f"{a}=", "answer": f"#### {a}"} for a in range(101, 180)]
-    rows.insert(0, {"question": "100=", "answer": "cannot be graded"})
+    rows = [{"question": f"{a}=", "answer": f"#### {a}"} for a in range(100, 180)]
     data = write_rows(folder / "data.jsonl", rows)
     model = save_model(tiny_model(torch.float32, eos_token_id=[12, 7]), folder / "model")
     return {"model": model, "dataset": data, "max_completion_tokens": 8}
@@ -1205,8 +1260,18 @@ def refusal(main, capsys, monkeypatch):
     return told
 
 
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1="}]}]
+NO_MESSAGE = [{"from": "human", "value": "1="}]
 BAD_DATA = [
-    ({"answer": "B"}, "", "choose another --reward or --answer_column"),
+    ({"answer": "B"}, "", "0 of 1 rows can be graded: choose another --reward or --answer_column"),
+    ({"answer": "1"}, "--reward test_dppo:as_dict", "1 finite numbers or None, not {0: 1.0}"),
+    ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
+    ({"answer": True}, "--reward exact", "answer was read as bool"),
+    ({"answer": "2024-01-31"}, "--reward exact", "answer was read as timestamp"),
+    ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
+    ({"question": NO_MESSAGE, "answer": "1"}, "", "a message needs a role and a text"),
+    ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
+    ({"answer": "1"}, "--dataset test_dppo.py", "is a file, but none of parquet, csv, tsv, json"),
     ({"answer": "1"}, "--eval_dataset data.jsonl:train", "has only prompts that are evaluated"),
     ({"answer": "1"}, "--reward test_dppo:two_values", "1 finite numbers or None, not [0.0, 0.0]"),
 ]
@@ -1215,6 +1280,7 @@ BAD_DATA = [
 @pytest.mark.parametrize("row, arguments, message", BAD_DATA)
 def test_bad_data_are_reported_at_once(row, arguments, message, user, refusal, tmp_path):
     data = write_rows(tmp_path / "data.jsonl", [{"question": "1="} | row])
+    (tmp_path / "test_dppo.py").touch()
     assert message in refusal(*arguments.split(), **user | {"dataset": data})
     assert not (tmp_path / "runs").exists()
 
@@ -1238,14 +1304,6 @@ def test_what_a_reward_raises_has_a_note_on_chats(user):
     with pytest.raises(AttributeError, match="'list' object") as error:
         dppo.load_task(Config(**user, reward="test_dppo:takes_chats_for_text"))
     assert "dppo.text_of" in error.value.__notes__[0]
-
-
-def test_quantized_weights_are_refused(user, monkeypatch):
-    model = tiny_model(torch.float32, quantization_config={"quant_method": "fp8"})
-    load = mock.Mock(return_value=model)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
-    with pytest.raises(dppo.Refused, match="are quantized"):
-        dppo.load_task(Config(**user))
 
 
 CHAT_TEMPLATE = (
@@ -1280,16 +1338,33 @@ def test_a_reward_of_one_s_own_gets_the_columns_as_they_are(tmp_path):
     assert (example["answer"], example["solution"], example["of"]) == (3, 3, {"label": 3})
 
 
-def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tmp_path):
+def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, capsys, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": f"{i}="} for i in range(9)])
     slices = {"train": range(9), "train[6:]": [6, 7, 8], "train[:2]+train[-1:]": [0, 1, 8]}
     for kind, (slice_, numbers) in itertools.product(("parquet", "csv", "json"), slices.items()):
         getattr(rows, f"to_{kind}")(tmp_path / f"a.{kind}")
         examples = load(f"{tmp_path}/a.{kind}:{slice_}", reward="test_dppo:short")
         assert sorted(example["prompt"] for example in examples) == [f"{i}=" for i in numbers]
+    text = "prompt,answer\n1=,0124\n2=,\n3=,NA\n4=,true\n5=,1e5\n6=,18.50\n"
+    for name in ("a b:[1].csv", "a.CSV", "a.tsv", "a:b.csv:train"):
+        path = tmp_path / name.removesuffix(":train")
+        path.write_text(text.replace(",", "\t") if name == "a.tsv" else text)
+        found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{name}", reward="exact")}
+        assert found == {"1=": "0124", "3=": "NA", "4=": "true", "5=": "1e5", "6=": "18.50"}
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": ""}\n')
+    assert [row["answer"] for row in load(f"{tmp_path}/a.jsonl.gz", reward="gsm8k")] == [7]
+    (tmp_path / "c.csv").write_text("prompt,answer\n1=,7,000\n")
+    with pytest.raises(ValueError, match="Length of header"):
+        load(f"{tmp_path}/c.csv", reward="exact")
+    assert "/a.jsonl.gz: 1 of 2 rows can be graded, 1 different" in capsys.readouterr().out
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
+    load("https://host/a.json:train[:9]", reward="test_dppo:short")
+    expected = mock.call("json", split="train[:9]", data_files={"train": "https://host/a.json"})
+    assert datasets.load_dataset.mock_calls == [expected]
+    datasets.load_dataset.reset_mock()
     load("openai/gsm8k:main:train[:9]", reward="test_dppo:short")
-    expected = mock.call("openai/gsm8k", "main", split="train[:9]", data_files=None)
+    expected = mock.call("openai/gsm8k", "main", split="train[:9]")
     assert datasets.load_dataset.mock_calls == [expected]
 
 
@@ -1314,6 +1389,28 @@ def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
     assert task.tokenizer.decode(example["prompt_ids"]) == "912=0"
     assert example["answer"] == "21"
     assert [len(examples) for examples in task.evals.values()] == [3, 2]
+
+
+def test_a_chat_that_the_assistant_ends_is_continued(tmp_path):
+    model, tokenizer = save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE), tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
+    for prompt, expected in ((chat, "123"), (chat[:1], "12="), ("12", "12=")):
+        _, ids = dppo.encode_prompt(prompt, Config(model=model, dataset="x"), tokenizer)
+        assert tokenizer.decode(ids) == expected
+
+
+def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion(user, tmp_path):
+    """Base models have another eos. A character that is no token of its own ends nothing."""
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("{% endfor %}", "=<turn>5{% endfor %}"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    for part in (tiny_model(torch.float32, vocab_size=14, eos_token_id=[12, 7]), tokenizer):
+        part.save_pretrained(tmp_path)
+    assert dppo.load_task(Config(**user | {"model": str(tmp_path)})).end_ids == [1, 7, 12, 13]
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", "5{% endfor %}")
+    assert dppo.turn_end(tokenizer) == dppo.turn_end(tiny_tokenizer()) == set()
+    tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
+    assert dppo.turn_end(tokenizer) == set()
 
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
@@ -1627,7 +1724,8 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     for name, memory in saved["memory"].items():
         assert memory.equal(rule.memory[name])
     last = saved["records"][-1]
-    assert first["means"] == last["means"] and first["step"] == first["updates"] == 0
+    assert first["means"] == dppo.Means(last["means"]["length"])._asdict()  # worth starts anew
+    assert first["step"] == first["updates"] == 0
     monkeypatch.setattr(transformers, "set_seed", mock.Mock())
     assert dppo.make_step(first, task, rule, optimizer, None, config)["step"] == 1
     transformers.set_seed.assert_called_with(last["candidates_so_far"])  # no draw is made twice

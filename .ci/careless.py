@@ -46,11 +46,11 @@ CHANGES = r"""
 - loss = share[owner] @ losses
 + loss = share[owner] @ losses / len(batch)
 # advantages centred again: linear
-- ref_logprobs, owner, A, config)
-+ ref_logprobs, owner, A - A[batch].mean(), config)
+- = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
++ = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A - A[batch].mean(), config)
 # advantages of other completions: linear
-- ref_logprobs, owner, A, config)
-+ ref_logprobs, owner, A.roll(1), config)
+- = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
++ = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A.roll(1), config)
 # tokens that belong to other completions: linear
 - owners += [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
 + owners += [-1] * (len(prompt) - 1) + [slot[0]] * len(completion) + [-1]
@@ -69,9 +69,6 @@ CHANGES = r"""
 # the lowest pruned for certain: own_prob
 - pi[low] = (count - pruned) / max(1, count)
 + pi[low.nonzero().squeeze(1)[:pruned]] = 0.0
-# the order of a draw is always the same: own_prob or random_order
-- order = torch.randperm(len(pi), generator=generator)
-+ order = torch.arange(len(pi))
 # zeros count in the mean of completions: gradient_go_first
 - pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
 + rate = self.config.completion_prune_rate
@@ -112,18 +109,9 @@ CHANGES = r"""
 # trained off by one: packing
 - [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
 + [-1] * len(prompt) + [i] * len(completion)
-# every other sequence lost: longest_that_fits
-- waiting.extend(islice(coming, 1))
-+ waiting.extend(islice(coming, 1, 2))
 # temperature not in the trained logits: packing
 - logits = head(hidden).float().div_(temperature)
 + logits = head(hidden).float()
-# logits in bfloat16: packing
-- logits = head(hidden).float().div_(temperature)
-+ logits = head(hidden).div_(temperature)
-# only the first 512 tokens: packing
-- in zip(hidden.split(512), targets.split(512)):
-+ in zip(hidden.split(512), targets.roll(len(targets) > 512).split(512)):
 # clipped on one side: formula
 - rho.clamp(1 - down, 1 + up)
 + rho.clamp(max=1 + up)
@@ -167,12 +155,6 @@ CHANGES = r"""
 # an unbiased rule may never keep: in_silence or 3_removing
 - (rule.unbiased and (pi[needed] == 0).any())
 + False
-# successes never forgotten: decay
-- memory["right"][q] = self.decay * memory["right"][q] + right
-+ memory["right"][q] = memory["right"][q] + right
-# rewards outside 0 and 1 counted: decay
-- rewards.clamp(0, 1)
-+ rewards
 # bins learn from first visits: next_visit
 - if place[q] >= 0 and not group.isnan().all():
 + if not group.isnan().all():
@@ -208,9 +190,6 @@ CHANGES = r"""
 # a row that has ended stays: padded
 - if len(live) < len(rows):
 + if False:
-# the cache of other rows: padded
-- cache.batch_select_indices(live)
-+ cache.batch_select_indices(live.flip(0))
 # a position off by one: accepted
 - positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
 + positions = mask.cumsum(dim=1)
@@ -224,8 +203,11 @@ CHANGES = r"""
 - [token for token in row if token >= 0]
 + [token for token in row if token > 0]
 # the model's own end ids only: rotary
-- {*ids, tokenizer.eos_token_id}
-+ {*ids}
+- tokenizer.eos_token_id} - {None}
++ 1} - {None, 1}
+# the end of a turn is not an end: assistant_s_message
+- sorted(ids | turn_end(tokenizer))
++ sorted(ids)
 # logits not compared: accepted
 - <= 1e-2 * logits
 + <= 9e9 * logits
@@ -238,12 +220,6 @@ CHANGES = r"""
 # a check of short sequences alone: accepted
 - slots = [range(8), [8]]
 + slots = [range(8)]
-# attention of cuDNN: cudnn
-- torch.backends.cuda.enable_cudnn_sdp(False)
-+ pass
-# zero is no answer: an_answer
-- wanted = "" if gold is None else str(gold).strip()
-+ wanted = str(gold or "").strip()
 # weights of a model rounded with its buffers: rotary
 - task.model = model.to(DEVICE).eval()
 + task.model = model.to(DEVICE, DTYPE).eval()
@@ -251,17 +227,17 @@ CHANGES = r"""
 - train.pop(ids, None)  # what
 + pass  # what
 # data by the seed: a_fifth
-- rows.shuffle(seed=0)
-+ rows.shuffle(seed=config.seed)
+- load_rows(spec, split).shuffle(seed=0)
++ load_rows(spec, split).shuffle(seed=config.seed)
 # chats without the assistant's turn: chat_templates
-- "add_generation_prompt": True
+- "add_generation_prompt": not goes_on
 + "add_generation_prompt": False
+# what the assistant began is closed: continued
+- "continue_final_message": goes_on
++ "continue_final_message": False
 # the dataset's columns win over the answer that was named: columns
-- row | answer if config.reward in REWARDS else answer | row
+- row | answer if is_ours else answer | row
 + answer | row
-# settings that are NaN pass: nonsense
-- not least <= value <= most:  # NaN
-+ (value < least or value > most):  # NaN
 # evaluations differ: same_each_time
 - transformers.set_seed(config.seed % 2**32)  # the same every time
 + pass
@@ -291,15 +267,15 @@ CHANGES = r"""
 # records of steps that are repeated stay: anew or ctrl_c
 - (out / "metrics.jsonl").write_text(
 + config.resume or (out / "metrics.jsonl").write_text(
-# the fingerprint without the answers: other_data
-- (row["prompt"], row.get("answer"))
-+ (row["prompt"],)
 # history draws as before: with_history
-- ("candidates_so_far", "means")}
-+ ("means",)}
+- first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
++ pass
 # a mean length that depends on the draw: with_history
-- ("candidates_so_far", "means")}
-+ ("candidates_so_far",)}
+- Means(earlier[-1]["means"]["length"])._asdict()
++ Means()._asdict()
+# worth of other settings inherited: with_history
+- Means(earlier[-1]["means"]["length"])._asdict()
++ earlier[-1]["means"]
 # every step the same seed: every_step or random_numbers
 - (1_000_003 * config.seed + seen)
 + (1_000_003 * config.seed)
@@ -316,15 +292,6 @@ CHANGES = r"""
 + optimizer = MasterAdam(task.model, config.learning_rate)
 +     out, records = start(config, task, rule, optimizer)
 +     reference = copy.deepcopy(task.model) if config.beta > 0 else None
-# quantized weights trained: quantized
-- if hasattr(model.config, "quantization_config"):
-+ if False:
-# a module taken for a reward: settings
-- if not callable(found):
-+ if False:
-# all threads: threads
-- torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-+ pass
 # the last evaluation not recorded: not_made_twice
 - or number in (0, last)) and
 + or number == 0) and
@@ -337,21 +304,6 @@ CHANGES = r"""
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
-# pruned count is rounded: floor_of
-- pruned = math.floor(rate * count + 1e-9)
-+ pruned = round(rate * count)
-# comb offset from the global generator: window
-- u = torch.rand(1, generator=generator, dtype=torch.float64)
-+ u = torch.rand(1, dtype=torch.float64)
-# window strictly below the limit: window
-- N = int((pi.cumsum(0) <= limit + 1e-9).sum())
-+ N = int((pi.cumsum(0) < limit).sum())
-# gspo's ratio is that of all completions: formula
-- log_ratio = (sums / lengths)[place]
-+ log_ratio = log_ratio.mean().expand_as(log_ratio)
-# clip fraction ignores the sign of a: formula
-- clipped = surrogate < rho * A
-+ clipped = (rho < 1 - down) | (rho > 1 + up)
 # kl has no gradient: formula
 - log_ref_ratio = ref_logprobs - logprobs
 + log_ref_ratio = ref_logprobs - logprobs.detach()
@@ -366,29 +318,31 @@ CHANGES = r"""
 # only the first end id ends a row: padded
 - live = (~torch.isin(new.squeeze(1), end_ids)).nonzero().squeeze(1)
 + live = (new.squeeze(1) != end_ids[0]).nonzero().squeeze(1)
-# number after the first mark: an_answer
-- _, mark, end = text.rpartition("####")
-+ _, mark, end = text.partition("####")
-# ungradable gsm8k answers count as wrong: an_answer
-- rewards.append(None if wanted is None else float(found == wanted))
-+ rewards.append(0.0 if wanted is None else float(found == wanted))
-# a setting of 0 becomes the default: not_made_twice or warm
-- if getattr(self, name) is None:
-+ if not getattr(self, name):
+# what cannot be graded counts as wrong: rewards_compare
+- rewards.append(None if value is None else float(is_right))
++ rewards.append(float(is_right))
+# reasoning that does not end is graded: rewards_compare
+- is_right = not unfinished and read
++ is_right = read
+# a comma left out anywhere: numbers
+- (?=[0-9]{{3}}(?![0-9]))
++ (?=[0-9])
+# what cannot be graded rolled out: on_the_hub
+- [answer["answer"]]) == [None]:
++ [answer["answer"]]) == []:
+# csv as pandas guesses: on_the_hub
+- "csv": ("csv", TEXT)
++ "csv": ("csv", {})
+# exact on what JSON guessed: bad_data
+- if config.reward == "exact" and not re.match
++ if False and not re.match
 # reference is the trained model itself: later_updates
 - reference = copy.deepcopy(task.model) if config.beta > 0 else None
 + reference = task.model if config.beta > 0 else None
-# no checkpoint after the last step: in_one
--     save_checkpoint(out, records, rule, optimizer)
--     task.model.save
-+     task.model.save
 # the old policy taken anew before every update: later_updates
 - for number, w in enumerate(weights):
 + for number, w in enumerate(weights):
 +         old = frozen_logprobs(task.model, sequences, later, config)
-# the first rollout not remembered: biased_rule
-- rule.remember(prompts, rewards, A)
-+ means.length and rule.remember(prompts, rewards, A)
 # a missing reward makes the whole group worthless: advantages
 - rewards.nanmean(dim=1, keepdim=True)
 + rewards.mean(dim=1, keepdim=True)
@@ -399,51 +353,11 @@ CHANGES = r"""
 - pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
 + for row, A, some in zip(pi, advantages, trainable):
 +             row[some] = keep_probabilities(A[some].abs(), self.config.completion_prune_rate)
-# packing that does not look ahead: longest_that_fits
-- capacity, lookahead=64)
-+ capacity, lookahead=1)
-# slots as long as the longest that was pruned: micro_batch
-- max([128, *lengths])
-+ max([128, *(len(a) + len(b) for a, b in sequences)])
-# logits kept for the backward pass: logits_are
-- checkpoint(token_logprobs, head, states, ids, temperature, **options)
-+ token_logprobs(head, states, ids, temperature)
-# metrics of the last micro-batch alone: metrics_of
-- sums += torch.stack
-+ sums = torch.stack
-# metrics of a completion: metrics_of
-- (sums / max(1, tokens))
-+ (sums / max(1, len(kept)))
 # trained at temperature 1: later_updates
 - completion_logprobs(model, sequences, slots, config.temperature)
 -         old_logprobs
 + completion_logprobs(model, sequences, slots, 1.0)
 +         old_logprobs
-# weight decay: of_adam
-- MasterAdam(torch.optim.Adam)
-+ MasterAdam(torch.optim.AdamW)
-# runs of all seeds alike: random_numbers
-- (1_000_003 * config.seed + seen)
-+ seen
-# sampling not checked: all_end_ids
-- check_sampling(task, config)
--     print
-+ print
-# only prompts of one length checked: noticed
-- prompts[0][len(prompts[0]) // 2 :]]
-+ prompts[0]]
-# the answer is contained: an_answer
-- text_of(completion).strip() == wanted
-+ wanted in text_of(completion)
-# trained on the test split: without_a_split
-- load_examples(config.dataset, "train", config, tokenizer)
-+ load_examples(config.dataset, "test", config, tokenizer)
-# one answer that cannot be graded is refused: all_end_ids
-- rewards.isnan().all() and config.reward
-+ rewards.isnan().any() and config.reward
-# evaluated at another temperature: of_all_prompts
-- rollout(task, examples, k, config)
-+ rollout(task, examples, k, replace(config, temperature=1.0))
 # a share in the record for a weight: shares
 - "w": weights[0],
 + "w": inputs["shares"],
@@ -458,8 +372,8 @@ CHANGES = r"""
 - means.worth(means.pruned))))
 + means.worth(means.prompts_pruned))))
 # weights not squared in the noise: noise
-- rolled * w**2)):
-+ rolled * w)):
+- rolled * w_q**2, rolled * w**2):
++ rolled * w_q**2, rolled * w):
 # the noise without B: running_means
 - rolled = w_q[:, None], len(A) / N
 + rolled = w_q[:, None], 1 / N
@@ -467,23 +381,23 @@ CHANGES = r"""
 - .mean(dim=1).sum().item() / N
 + .mean(dim=1).mean().item()
 # the noise without pruning not weighted: noise
-- zip(self[1:], (w_q, rolled
-+ zip(self[1:], (w_q > 0, rolled
+- for weights in (w_q, rolled
++ for weights in (w_q > 0, rolled
 # steps without a gradient count as noise: running_means
-- if A.any() else mean)
-+ if True else mean)
+- if not A.any():  # the step
++ if False:  # the step
+# worth starts at what one step says: running_means
+- (mean or noise[0])
++ (mean or new)
+# noise of the last update's draw: shares
+- weights[0], A * rule.unbiased
++ weights[-1], A * rule.unbiased
 # a biased rule has a worth: exactly_one
 - A * rule.unbiased, lengths)
 + A, lengths)
-# the last line the wrong way round: last_line
-- {before[name][key]:.2f} -> {after[name][key]:.2f}
-+ {after[name][key]:.2f} -> {before[name][key]:.2f}
 # a run with history resumed from the other: in_one
 - folder = config.resume or config.history
 + folder = config.history or config.resume
-# the reference saved: in_one
-- task.model.save_pretrained
-+ (reference or task.model).save_pretrained
 # settings beside resume ignored: ctrl_c
 - parser.parse_args(stored + sys.argv[1:])
 + parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
@@ -491,8 +405,8 @@ CHANGES = r"""
 - rule.memory = memory  # as it was before the step
 + pass
 # half a step saved: fails
-- if optimizer.updates == records[-1]["updates"]:  # and
-+ if True:  # and
+- if not between_updates and not
++ if not
 # a fork has another module: fork
 - sys.modules["dppo"] = sys.modules["__main__"]
 + pass
