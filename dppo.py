@@ -755,7 +755,7 @@ def gsm8k_number(text, is_answer=False):
 
 
 def graded(prompts, completions, wanted, read):
-    """1 where what is read of a completion is wanted; None where nothing is. Reasoning is left out,
+    """1 where what is read of a completion is wanted, None where nothing is. Reasoning is left out,
     and so is all of a completion whose <think> does not end."""
     rewards = []
     for prompt, completion, value in zip(prompts, completions, wanted):
@@ -764,13 +764,15 @@ def graded(prompts, completions, wanted, read):
             text = "<think>" + text
         text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
         is_right = not unfinished and read(text) == value
-        rewards.append(None if value is None else float(is_right))
+        rewards.append(None if value in (None, "") else float(is_right))
     return rewards
 
 
 def exact(prompts, completions, answer, **columns):
     """1 where a completion is the answer, but for white space around it; None without an answer."""
-    wanted = [str("" if gold is None else gold).strip() or None for gold in answer]
+    wanted = []
+    for gold in answer:
+        wanted.append("" if gold is None else str(gold).strip())
     return graded(prompts, completions, wanted, str.strip)
 
 
@@ -1193,15 +1195,15 @@ def record_of(step, task):
     of_groups |= {"completion_length": step.lengths.mean(dim=1)}
     of_groups |= {"truncated_fraction": truncated.double().mean(dim=1)}
     w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
-    record = {"prompts_seen": step.N, "prompts_rolled": B}
+    record = {"prompts_seen": step.N, "prompts_rolled": B, "weight_max": step.w.max().item()}
     for name, values in of_groups.items():
         record[name] = (w_q @ values.double().nan_to_num() / w_q.sum()).item()
-    record |= {"rollout_worth": step.means.worth(step.means.pruned)}
-    record |= {"prompt_worth": step.means.worth(step.means.prompts_pruned)}
-    record |= {"means": step.means._asdict(), "weight_max": step.w.max().item(), **step.updates[-1]}
+    means = step.means
+    record |= {"rollout_worth": means.worth(means.pruned), "means": means._asdict()}
+    record |= {"prompt_worth": means.worth(means.prompts_pruned), **step.updates[-1]}
     for update in step.updates[:-1]:
-        for name in ("completions_trained", "tokens_trained"):
-            record[name] += update[name]
+        record["completions_trained"] += update["completions_trained"]
+        record["tokens_trained"] += update["tokens_trained"]
         norms = torch.tensor([record["grad_norm"], update["grad_norm"]])
         record["grad_norm"] = norms.max().item()  # NaN if one is NaN
     q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
@@ -1216,7 +1218,7 @@ def start(config, task, rule, optimizer):
     last, so that a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        advice = ", or --resume it" if (out / "checkpoint.pt").exists() else ""
+        advice = ", or --resume it" * (out / "checkpoint.pt").exists()
         raise Refused(f"{out} exists: name another --output_dir{advice}")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
@@ -1335,8 +1337,8 @@ def train(config, task):
     key = f"avg@{config.eval_samples}"
     texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
     told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
-    told += f"; a rollout was worth {worth:.1f} without pruning; {seconds:.0f} s of training"
-    print(f"{told}; results are in {out}")
+    told += f"; a rollout was worth {worth:.1f} without pruning"
+    print(f"{told}; {seconds:.0f} s of training; results are in {out}")
     return summary
 
 

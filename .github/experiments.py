@@ -1,0 +1,451 @@
+"""What a rollout is worth, measured. Of each experiment, this is what was decided before it ran.
+
+    python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
+    python .github/experiments.py worth 10,11 MODEL   # MODEL: a folder with SmolLM2-135M-Instruct
+    python .github/experiments.py equal-noise 0,1 MODEL
+    python .github/experiments.py group 0 MODEL
+    python .github/experiments.py                     # gathers what is there, and analyses it
+
+A run that was interrupted goes on where it was. Runs lie in runs/experiments, so several processes
+may make them; gathered, they are in .github/comparison.json, under "experiments". The older results
+in that file were made by the code of commit b079a0a: the notebook there, and .github/epochs.py.
+
+DIGITS: does a step at equal noise learn as much from fewer rollouts? The embedded task, 250 steps,
+eight seeds, from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-
+proportional (0.9 for prompts, 0.7 for completions). Decided beforehand: the mean of all evaluations
+after step 0 is as good as grpo-skip's if the 95% interval of the paired difference lies above
+-0.02; and, as the gain, the rollouts after the first epoch (of 32 steps) over grpo-skip's. The
+control is grpo-skip with as many prompts a step as dppo-proportional rolled out on average: if that
+learns as well, rollouts were never what was short.
+
+WORTH: what is a rollout worth on SmolLM2 by the true gradients, and does A^2 tell? Sums and
+products for a chat model: of 384 prompts, a third are sums of one digit, a third sums of two
+digits, from which it learns, and a third products, which it never gets right. Each of the seeds 10
+to 13 makes 96 steps with each rule (dppo 0.7; dppo-proportional as it was before it learned its
+scores, 0.7; and as it is, 0.9). After steps 48, 72 and 96, all prompts are rolled out twice, in
+groups of 8, and s^2 is the mean over the two of |g|^2, g being the gradient of the group. With the
+pi that the rule's memory then gives, 1/worth = mean(pi) mean(s^2/pi)/mean(s^2), and a rule that
+knew s would have mean(s)^2/mean(s^2). A seed's mean of log(1/worth) is the unit. Expected: 1.0
+(dppo), 1.05 (as it was), 0.93 (as it is), 0.55 (knows s). Told beside it: the same by A^2 in place
+of |g|^2.
+
+EQUAL-NOISE: a case in which it must show. The same questions as hard sets have them: of 384
+prompts, 144 of one digit, 48 of two, 192 products, so that simulation promises a worth of about 2.
+grpo-skip with 16 prompts a step, grpo-skip with 8, and dppo-proportional (0.9, no completion
+pruned) with 16 at equal noise; 96 steps, eight seeds. Measured is the mean probability of the right
+answer to 96 held-out sums of two digits, without sampling. Primary: the tokens generated until a
+run is where grpo-skip with 16 prompts ends with the same seed, over those of that run; and the mean
+over all evaluations minus that of grpo-skip with 16, paired, with its 95% interval, which should
+lie above -0.02. A pilot of grpo-skip alone (seed 100) decides learning rate and steps, and whether
+8 prompts are visibly worse than 16 (the mean over all evaluations by at least 0.02): if not, the
+question cannot be asked so, and 12 and 4 prompts, or another learning rate, are tried in the same
+way.
+
+GROUP: one real group of eight completions, with rewards and weights, for the notebook.
+"""
+
+import copy
+import json
+import math
+import random
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from unittest.mock import patch
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dppo
+
+RESULTS = Path(__file__).with_name("comparison.json")
+RUNS = Path("runs/experiments")
+T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+
+
+# ==== Rules ====
+class AsItWas(dppo.Rule):
+    """dppo-proportional before it learned its scores: a prompt's score is the root mean square of A
+    that the posterior Beta(a, b) of its success rate promises for its next group."""
+
+    remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}
+
+    def prompt_probabilities(self):
+        rate = self.config.prompt_prune_rate
+        return dppo.proportional_probabilities(self.memory["score"], rate, floor=0.07)
+
+    def completion_probabilities(self, advantages, prompt_weights):
+        scores = advantages.abs() * prompt_weights[:, None]
+        return dppo.proportional_probabilities(scores, self.config.completion_prune_rate)
+
+    def remember(self, prompts, rewards, advantages):
+        right, wrong = self.memory["right"], self.memory["wrong"]
+        for q, group in zip(prompts.tolist(), rewards):
+            right[q] = 0.8 * right[q] + group.sum()
+            wrong[q] = 0.8 * wrong[q] + (1 - group).sum()
+        a, b = 0.05 + right[prompts], 0.05 + wrong[prompts]
+        i = torch.arange(self.config.group_size)[:, None]
+        all_right = ((a + i) / (a + b + i)).prod(dim=0)
+        all_wrong = ((b + i) / (a + b + i)).prod(dim=0)
+        self.memory["score"][prompts] = (1 - all_right - all_wrong).sqrt()
+
+
+# ==== Tasks ====
+# The range of both numbers, and what stands between them.
+KINDS = {"easy": ((2, 9), (2, 9), "+"), "middle": ((10, 99), (10, 99), "+")}
+KINDS |= {"hard": ((100, 999), (11, 99), "*")}
+
+
+def question(kind, rng, tokenizer):
+    """An example of a kind, such as "What is 47 + 86?"."""
+    first, second, sign = KINDS[kind]
+    a, b = rng.randint(*first), rng.randint(*second)
+    chat = dppo.Config(model="-", dataset="-", system_prompt="Reply with the number only.")
+    prompt, ids = dppo.encode_prompt(f"What is {a} {sign} {b}?", chat, tokenizer)
+    answer = str(a + b if sign == "+" else a * b)
+    return {"prompt": prompt, "prompt_ids": ids, "answer": answer, "kind": kind}
+
+
+def with_answer(example, answer, tokenizer):
+    completion = tokenizer.encode(answer) + [tokenizer.eos_token_id]
+    return dppo.Sequence(example["prompt_ids"], completion)
+
+
+def calculating(path, sizes):
+    """SmolLM2 after 25 steps of demonstrations, in which half of the sums of two digits have a
+    random number as their answer, and so many prompts of each kind. Held out are 96 sums of two
+    digits."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    rng, size = random.Random(0), 24
+    optimizer = dppo.MasterAdam(model, 1e-5)
+    for _ in range(25):
+        sequences = []
+        for kind in rng.choices([*KINDS], k=size):
+            example = question(kind, rng, tokenizer)
+            is_noise = kind == "middle" and rng.random() < 0.5
+            answer = str(rng.randint(20, 198)) if is_noise else example["answer"]
+            sequences.append(with_answer(example, answer, tokenizer))
+        shares = torch.tensor([1 / (size * len(sequence.completion)) for sequence in sequences])
+        inputs = (torch.ones(size), shares, None, None, dppo.Config(**CALCULATING))
+        dppo.train_step(model, optimizer, sequences, *inputs)
+    train = []
+    for kind, count in sizes.items():
+        train += [question(kind, rng, tokenizer) for _ in range(count)]
+    rng.shuffle(train)
+    taken, held_out = {example["prompt"][-1]["content"] for example in train}, []
+    while len(held_out) < 96:
+        example = question("middle", rng, tokenizer)
+        if example["prompt"][-1]["content"] not in taken:
+            taken.add(example["prompt"][-1]["content"])
+            held_out.append(example)
+    end_ids = [tokenizer.eos_token_id]
+    return dppo.Task(train, {"held out": held_out}, tokenizer, dppo.exact, model, end_ids)
+
+
+def probability(task, config):
+    """In place of dppo.evaluate: the mean probability of the right answers to what is held out."""
+    examples = task.evals["held out"]
+    sequences = [with_answer(example, example["answer"], task.tokenizer) for example in examples]
+    logprobs = dppo.frozen_logprobs(task.model, sequences, range(len(sequences)), config)
+    value = mean(logprobs[i].sum().exp().item() for i in range(len(sequences)))
+    return {"accuracy": value, "held out": {f"avg@{config.eval_samples}": value}}
+
+
+# ==== Runs ====
+CALCULATING = {"learning_rate": 1e-5, "warmup_steps": 3, "temperature": 1.0, "steps": 96}
+CALCULATING |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
+CALCULATING |= {"eval_every": 12, "save_every": 6}
+DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
+NO_PRUNING = {"prompt_prune_rate": 0.0, "completion_prune_rate": 0.0}
+ARMS = {
+    "digits": {
+        "grpo": {"method": "grpo"},
+        "grpo-skip": {"method": "grpo-skip"},
+        "dppo": {"method": "dppo"},
+        "dppo-proportional": {"method": "dppo-proportional", "prompt_prune_rate": 0.9},
+        # As many as dppo-proportional rolled out on average, which is set when its runs are there.
+        "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": None},
+    },
+    "worth": {
+        "dppo": {"method": "dppo"},
+        "as it was": {"method": "experiments:AsItWas"},
+        "as it is": {"method": "dppo-proportional", "prompt_prune_rate": 0.9},
+    },
+    "equal-noise": {
+        "grpo-skip, 16": {"method": "grpo-skip"},
+        "grpo-skip, 8": {"method": "grpo-skip", "prompts_per_step": 8},
+        "dppo-proportional": {"method": "dppo-proportional"}
+        | NO_PRUNING
+        | {"prompt_prune_rate": 0.9},
+    },
+}
+PROPORTIONAL = "dppo-proportional-*.json"
+SIZES = {"worth": {"easy": 128, "middle": 128, "hard": 128}}
+SIZES |= {"equal-noise": {"easy": 144, "middle": 48, "hard": 192}}
+
+
+def record_of(real, step, task):
+    """A step's record, and what only the step itself tells: the tokens it generated, the groups
+    that had a gradient, its noise by A^2, and that of one prompt without pruning."""
+    squares = step.A.square()
+    record = real(step, task) | {"tokens_generated": int(step.lengths.sum())}
+    record["informative"] = int(step.A.any(dim=1).sum())
+    record["noise"] = (step.w.square() * squares).mean(dim=1).sum().item() / step.N**2
+    record["noise_of_one"] = (step.w_q @ squares.mean(dim=1)).item() / step.N
+    return record
+
+
+def train(folder, task, evaluate=dppo.evaluate, **settings):
+    """A run, or the rest of it, from a copy of the task's model -> its records."""
+    if not (folder / "checkpoint.pt").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+    resume = str(folder) if folder.exists() else ""
+    config = dppo.Config(**settings, output_dir=str(folder), resume=resume)
+    own = {"evaluate": evaluate, "record_of": partial(record_of, dppo.record_of)}
+    with patch.multiple(dppo, **own):
+        dppo.train(config, replace(task, model=copy.deepcopy(task.model)))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+KEPT = ("prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained", "rollout_worth")
+KEPT += ("prompt_worth", "tokens_generated", "informative", "noise", "noise_of_one")
+
+
+def kept(records):
+    """What is saved of a run: {name: value of each step}, and [step, seconds, accuracy] of each
+    evaluation."""
+    result = {"curve": []}
+    for record in records:
+        if "evaluation" in record:
+            values = record["step"], record["cumulative_seconds"], record["evaluation"]["accuracy"]
+            result["curve"].append([round(value, 4) for value in values])
+    for name in KEPT:
+        result[name] = [round(record[name], 5) for record in records[1:]]
+    return result
+
+
+def make_runs(name, seeds, task):
+    """Makes the runs of an experiment that are missing: RUNS/name/arm-seed.json of each."""
+    measure = dppo.evaluate if name == "digits" else probability
+    for seed in seeds:
+        for arm, settings in ARMS[name].items():
+            path = RUNS / name / f"{arm}-{seed}.json"
+            if path.exists():
+                continue
+            settings = (DIGITS if name == "digits" else CALCULATING) | settings | {"seed": seed}
+            if settings.get("prompts_per_step", 1) is None:
+                runs = [json.loads(path.read_text()) for path in path.parent.glob(PROPORTIONAL)]
+                if len(runs) < 8:
+                    continue  # for now
+                rolled = [mean(run["prompts_rolled"]) for run in runs]
+                settings["prompts_per_step"] = round(mean(rolled))
+            folder = path.with_suffix("")
+            result = {}
+            if name == "worth":
+                result["measured"] = measured_worth(folder, task, settings)
+            result |= kept(train(folder, task, measure, **settings)) | {"settings": settings}
+            path.write_text(json.dumps(result))
+            shutil.rmtree(folder)
+            print(f"{name}, {arm}, seed {seed} is complete", flush=True)
+
+
+# ==== What a rollout is worth by true gradients ====
+def squared_norm(model, sequences, A, config):
+    """|g|^2 of the gradient of a group: sequences, (G,) advantages."""
+    G = len(sequences)
+    lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = replace(config, max_grad_norm=1e9, output_dir="-")
+    inputs = {"advantages": A, "shares": 1 / (G * lengths), "old": None, "ref": None}
+    return dppo.train_step(model, optimizer, sequences, config=settings, **inputs)["grad_norm"] ** 2
+
+
+def measured_worth(folder, task, settings):
+    """-> {step: pi of each prompt, and its s^2, by |g|^2 and by A^2}, after a half, three quarters
+    and all of the steps."""
+    path = folder.with_suffix(".measured.json")
+    result = json.loads(path.read_text()) if path.exists() else {}
+    for step in (48, 72, 96):
+        if str(step) in result:
+            continue
+        train(folder, task, probability, **settings | {"steps": step})
+        config = dppo.Config(**settings)
+        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+        rule = config.rule_class(config, len(task.train))
+        rule.memory |= saved["memory"]
+        of_step = replace(task, model=copy.deepcopy(task.model))
+        with torch.no_grad():
+            for weight, value in zip(of_step.model.parameters(), saved["weights"]):
+                weight.copy_(value)
+        transformers.set_seed(1_000 * config.seed + step)
+        squares = torch.zeros(2, len(task.train), dtype=torch.float64)  # by |g|^2, by A^2
+        for _ in range(2):
+            sequences, rewards, _ = dppo.rollout(of_step, task.train, config.group_size, config)
+            A = dppo.group_advantages(rewards)
+            squares[1] += A.square().mean(dim=1) / 2
+            for q in A.any(dim=1).nonzero().flatten().tolist():
+                group = sequences[config.group_size * q : config.group_size * (q + 1)]
+                squares[0, q] += squared_norm(of_step.model, group, A[q], config) / 2
+        pi = rule.prompt_probabilities()
+        result[str(step)] = {"pi": pi.tolist(), "g": squares[0].tolist(), "A": squares[1].tolist()}
+        path.write_text(json.dumps(result))
+    path.unlink()
+    return result
+
+
+def inverse_worth(pi, squares):
+    """-> 1/worth of these pi, and of the best, which are in proportion to s."""
+    pi, squares = torch.tensor(pi).double(), torch.tensor(squares).double()
+    of_rule = pi.mean() * (squares / pi).mean() / squares.mean()
+    return of_rule.item(), (squares.sqrt().mean() ** 2 / squares.mean()).item()
+
+
+def one_group(path):
+    """A group of eight completions whose rewards differ, with what dppo makes of them."""
+    task = calculating(path, SIZES["worth"])
+    config = dppo.Config(**CALCULATING)
+    rule, generator = config.rule_class(config, len(task.train)), torch.Generator().manual_seed(0)
+    transformers.set_seed(0)
+    for example in task.train:
+        sequences, rewards, _ = dppo.rollout(task, [example], 8, config)
+        A = dppo.group_advantages(rewards)
+        if example["kind"] == "middle" and 1 < rewards.sum() < 5:
+            pi = rule.completion_probabilities(A, torch.ones(1))
+            w = dppo.prune_completions(rule, A, torch.ones(1), generator)
+            texts = task.tokenizer.batch_decode([sequence.completion for sequence in sequences])
+            values = {"rewards": rewards, "A": A, "pi": pi, "weights": w}
+            lists = {name: value[0].tolist() for name, value in values.items()}
+            return {"prompt": example["prompt"], "completions": texts} | lists
+    raise LookupError("no group has both right and wrong completions")
+
+
+# ==== Analyses: what was decided beforehand ====
+def interval(values):
+    """Mean and 95% t-interval of paired differences."""
+    half = T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5
+    return [round(mean(values) + shift, 4) for shift in (0, -half, half)]
+
+
+def mean_of_curve(run):
+    return mean(value for step, _, value in run["curve"] if step > 0)
+
+
+def differences(runs, arm, control):
+    """The mean over all evaluations, arm minus control, of each seed that both have."""
+    seeds = sorted(runs[arm].keys() & runs[control].keys())
+    return [mean_of_curve(runs[arm][n]) - mean_of_curve(runs[control][n]) for n in seeds]
+
+
+def noise(run, prompts):
+    """The noise of all steps by A^2, over that of so many prompts a step without pruning."""
+    return sum(run["noise"]) / (sum(run["noise_of_one"]) / prompts)
+
+
+def tokens_until(run, level):
+    """Tokens generated until an evaluation has reached the level; infinite if none has."""
+    for step, _, value in run["curve"]:
+        if value >= level:
+            return sum(run["tokens_generated"][:step])
+    return math.inf
+
+
+def analysis_of_digits(runs):
+    result = {}
+    for arm, of_seed in runs.items():
+        result[arm] = {
+            "mean of all evaluations": round(mean(map(mean_of_curve, of_seed.values())), 4),
+            "rollouts after the first epoch": round(
+                mean(8 * sum(run["prompts_rolled"][32:]) for run in of_seed.values())
+            ),
+            "completions trained": round(
+                mean(sum(run["completions_trained"]) for run in of_seed.values())
+            ),
+            "noise": round(mean(noise(run, 32) for run in of_seed.values()), 3),
+            "seconds": round(mean(run["curve"][-1][1] for run in of_seed.values()), 1),
+        }
+        if arm != "grpo-skip" and len(of_seed) > 1:
+            result[arm]["minus grpo-skip"] = interval(differences(runs, arm, "grpo-skip"))
+            result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
+    return result
+
+
+def analysis_of_worth(runs):
+    result = {}
+    for arm, of_seed in runs.items():
+        for by in ("g", "A"):
+            of_rule, of_best = [], []  # a seed's mean of the logarithm
+            for run in of_seed.values():
+                pairs = [inverse_worth(at["pi"], at[by]) for at in run["measured"].values()]
+                of_rule.append(mean(math.log(rule) for rule, _ in pairs))
+                of_best.append(mean(math.log(best) for _, best in pairs))
+            values = [math.exp(value) for value in interval(of_rule)]
+            result[f"{arm}, 1/worth by {by}^2"] = [round(value, 3) for value in values]
+            result[f"{arm}, of the best by {by}^2"] = round(math.exp(mean(of_best)), 3)
+        worth = mean(run["rollout_worth"][-1] for run in of_seed.values())
+        result[f"{arm}, rollout_worth of the run"] = round(worth, 3)
+    return result
+
+
+def analysis_of_equal_noise(runs):
+    control = "grpo-skip, 16"
+    result = {}
+    for arm in runs:
+        result[arm] = {"mean of all evaluations": mean(map(mean_of_curve, runs[arm].values()))}
+        result[arm]["noise"] = mean(noise(run, 16) for run in runs[arm].values())
+        result[arm]["tokens"] = mean(sum(run["tokens_generated"]) for run in runs[arm].values())
+        if arm == control:
+            continue
+        result[arm]["minus control"] = interval(differences(runs, arm, control))
+        ratios = []
+        for seed in sorted(runs[arm].keys() & runs[control].keys()):
+            level = runs[control][seed]["curve"][-1][2]
+            tokens = tokens_until(runs[control][seed], level)
+            ratios.append(tokens_until(runs[arm][seed], level) / tokens)
+        reached = [ratio for ratio in ratios if ratio < math.inf]
+        result[arm]["tokens until the control's end, over the control's"] = sorted(reached)
+        result[arm]["seeds in which it gets there"] = f"{len(reached)} of {len(ratios)}"
+    return result
+
+
+ANALYSES = {"digits": analysis_of_digits, "worth": analysis_of_worth}
+ANALYSES |= {"equal-noise": analysis_of_equal_noise}
+
+
+def gather():
+    """Adds the runs that are there to RESULTS, with the analyses of all that it has."""
+    results = json.loads(RESULTS.read_text())
+    saved = results.setdefault("experiments", {})
+    for path in sorted(RUNS.glob("*/*.json")):
+        arm, _, seed = path.stem.rpartition("-")
+        if seed.isdigit():
+            runs = saved.setdefault(path.parent.name, {}).setdefault("runs", {})
+            runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
+    for name, of_name in saved.items():
+        if name in ANALYSES:
+            of_name["analysis"] = ANALYSES[name](of_name["runs"])
+            print(name, json.dumps(of_name["analysis"], indent=2))
+    RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
+
+
+def main():
+    name, seeds, *model = sys.argv[1:] or (None, "")
+    if name is None:
+        gather()
+    elif name == "group":
+        RUNS.mkdir(parents=True, exist_ok=True)
+        (RUNS / "group.json").write_text(json.dumps(one_group(*model)))
+    else:
+        config = dppo.Config()
+        task = calculating(*model, SIZES[name]) if model else dppo.load_task(config)
+        make_runs(name, map(int, seeds.split(",")), task)
+
+
+if __name__ == "__main__":
+    sys.modules["experiments"] = sys.modules["__main__"]
+    torch.set_num_threads(1)  # a process a core
+    main()
