@@ -722,9 +722,13 @@ def check_sampling(task, config):
 # A sign may stand off, but in 5-3 and 5 - 3 there is none.
 NUMBER = re.compile(r"(?:(?<![\w)])(?<![0-9)] )- ?)?(?:[0-9]*\.)?[0-9]+(?:[eE][+-]?[0-9]+)?")
 MARKED = re.compile(r"(?:####|\\boxed *\{)\s*(?:\\boxed *\{)?([^\n}]*)")
-# What makes a number a part of a fraction, a power, a root, a pair, a time, a product.
-BEFORE = re.compile(r"([0-9}] */ *|\^\{?|[0-9]_\{?|(sqrt|frac|\})\{|[0-9][,:]|(times|cdot) *)$")
-AFTER = re.compile(r" *(/ *[0-9]|\^(?!\{?\\circ)|_\{?[0-9]|[,:.]?[0-9]|\\(times|cdot|pi))")
+COMMA = r"(,|\{,\}|,?\\[,!]|[\xa0\u2009\u202f])"  # or what stands for one; none in (100,200)
+THOUSANDS = re.compile(rf"(?<![0-9.,(\[])[1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])")
+# What makes a number a part of a fraction, a power, a root, a pair, a sum, a relation, a time.
+BEFORE = r"([0-9}] */ *|\^\{?|[0-9]_\{?|(sqrt|frac)\{?|\}\{|[0-9][,:]|[≥≤≠±√] *"
+BEFORE = re.compile(BEFORE + r"|\\(times|cdot|[lg]eq?|pm) *)$")
+AFTER = r" *(/ *[0-9]|\^(?!\{?\\circ)|_\{?[0-9]|[,:.]?[0-9]|(, ?|[-+] |or )-?[0-9]|[×π√]"
+AFTER = re.compile(AFTER + r"|\\(times|cdot|pi|sqrt|frac))")
 AROUND = r"""[\s"'*()\[\]{}\\.%°]*"""  # what may stand around a number that is an answer
 
 
@@ -735,16 +739,18 @@ def text_of(completion):
 
 def gsm8k_number(text, is_answer=False):
     r"""The number that a text gives after its last mark, #### or \boxed{, and the last = in that
-    line, or else at its end. None where it is part of an expression, and for an answer that says
-    anything more. A comma, or what stands for one, is left out only between a digit and three."""
+    line, or else at its end. None where it is part of an expression. An answer must be one number,
+    or what a name or a calculation is equal to. Commas go where they stand before three digits."""
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
-    commas = r",|\{,\}|,?\\[,!]|[\xa0\u2009\u202f]"
-    text = re.sub(rf"\\?[$€£]|(?<=[0-9])(?:{commas})(?=[0-9]{{3}}(?![0-9]))", "", text)
+    text = THOUSANDS.sub(
+        lambda found: re.sub("[^0-9]", "", found[0]), re.sub(r"\\?[$€£]", "", text)
+    )
     marked = MARKED.findall(text)
-    end = marked[-1].rpartition("=")[2] if marked else text
+    left, _, end = marked[-1].rpartition("=") if marked else ("", "", text)
     if is_answer:
+        is_equation = not re.fullmatch(r"\s*([a-zA-Z]\w*|[-+*/×().0-9\s]*)\s*", left)
         found = re.fullmatch(rf"{AROUND}?({NUMBER.pattern})(?:\^\{{?\\circ)?{AROUND}", end)
-        return float(found[1].replace(" ", "")) if found else None
+        return None if is_equation or not found else float(found[1].replace(" ", ""))
     found = NUMBER.search(end) if marked else None
     if not found:
         end = re.sub(r"(?m)^\s*- (?=.*[a-z])", "", text)  # a dash before an item is no sign
@@ -760,7 +766,7 @@ def graded(prompts, completions, wanted, read):
     rewards = []
     for prompt, completion, value in zip(prompts, completions, wanted):
         text = text_of(completion)
-        if text_of(prompt).rstrip().endswith("<think>"):
+        if "<think>" in text_of(prompt).rpartition("</think>")[2]:
             text = "<think>" + text
         text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
         is_right = not unfinished and read(text) == value
@@ -813,6 +819,7 @@ def load_task(config):
         reward_completions(task, trial, [Sequence([], [])] * len(trial))
     except Exception as error:
         error.add_note("Completions were empty here; in chats they are messages: see dppo.text_of.")
+        error.add_note("All columns of the data are arguments, too, so a reward needs **columns.")
         raise
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
@@ -826,9 +833,8 @@ def load_task(config):
     task.end_ids = sorted(ids | turn_end(tokenizer))
     check_sampling(task, config)
     told = f"{type(model).__name__} in {model.dtype} on {DEVICE}; {len(train)} prompts to train on"
-    print(
-        f"{told}, of which the first ends {tokenizer.decode(task.train[0]['prompt_ids'])[-40:]!r}"
-    )
+    ending = tokenizer.decode(task.train[0]["prompt_ids"])[-40:]
+    print(f"{told}, of which the first ends {ending!r}")
     return task
 
 
@@ -837,10 +843,16 @@ def turn_end(tokenizer):
     is one. Base models end their texts with another."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
     with suppress(Exception):  # without a template, or with one that wants more than this
-        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("MESSAGE")[2]
-        after = tokenizer.encode(text, add_special_tokens=False)
+        _, found, text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("MESSAGE")
+        after = tokenizer.encode(text if found else "", add_special_tokens=False)
         return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
     return set()
+
+
+def begun(prompt, ending):
+    """What the assistant has said already, or else the last characters of a prompt."""
+    is_prefilled = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+    return prompt[-1]["content"] if is_prefilled else ending
 
 
 def reward_completions(task, examples, sequences):
@@ -851,8 +863,11 @@ def reward_completions(task, examples, sequences):
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    if task.reward in REWARDS.values():  # these look at how the prompt ends that the model sees
-        columns["prompts"] = [task.tokenizer.decode(sequence.prompt) for sequence in sequences]
+    if (
+        task.reward in REWARDS.values()
+    ):  # these ask whether <think> is open where a completion starts
+        endings = [task.tokenizer.decode(prompt)[-20:] for prompt, _ in sequences]
+        columns["prompts"] = list(map(begun, columns["prompts"], endings))
     for row, (_, ids) in zip(rows, sequences):
         has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
@@ -911,7 +926,10 @@ def load_rows(spec, split):
         raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
     warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        return datasets.load_dataset(source, *names, split=split, **options)
+        rows = datasets.load_dataset(source, *names, split=split, **options)
+        if rows.info.builder_name == "csv" and source != "csv":  # in a folder, or on the Hub
+            rows = datasets.load_dataset(source, *names, split=split, **TEXT)
+        return rows
 
 
 def load_examples(spec, split, config, tokenizer):
@@ -955,9 +973,11 @@ def encode_prompt(prompt, config, tokenizer):
     the messages is the assistant's, it is continued."""
     system, is_chat = config.system_prompt, isinstance(prompt, list)
     for message in prompt if is_chat else []:
-        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        parts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [0]
+        if not all(isinstance(part, str) for part in parts):
             raise Refused(f"a message needs a role and a text as its content: {message!r:.60}")
-    if not is_chat and re.match(r"""\W*(role|content|from)['"]\s*:""", str(prompt)):
+    looks = r"""\s*(\[\s*\{\s*["'](role|content|from)|\{\s*["'](messages|conversations))["']\s*:"""
+    if isinstance(prompt, dict) or (not is_chat and re.match(looks, str(prompt))):
         raise Refused("it looks like a chat, but is not a list of messages")
     if tokenizer.chat_template:
         prompt = prompt if is_chat else [{"role": "user", "content": str(prompt)}]

@@ -1142,7 +1142,7 @@ GRADES += [("exact", "ab b", "ab", 0), ("exact", "A", "a", 0), ("exact", "0124",
 GRADES += [("exact", "", "", None), ("exact", "None", None, None)]
 GRADES += [("exact", "<think>ab</think>\nb", "b", 1), ("gsm8k", "<think>5</think>", "5", 0)]
 GRADES += [("gsm8k", "<think>5 + 13 = 18", "18", 0), ("gsm8k", "5</think>18", "18", 1)]
-GRADES += [("gsm8k", "<think>1</think>2<think>3", "3", 0), ("gsm8k", "a <b> 18", "18", 1)]
+GRADES += [("gsm8k", "<think>1</think>2<think>3", "2", 0), ("gsm8k", "a <b> 18", "18", 1)]
 NUMBERS = {
     18: ["#### 18.0", "x\n#### 18", "18", "####18", r"\boxed{18}", "#### 5 + 13 = 18", "(18)"]
 }
@@ -1153,7 +1153,9 @@ NUMBERS |= {5: [r"#### \boxed{5}", "#### x = 5", r"so it is $\boxed{5}$ m"]}
 NO_NUMBER = ["(3,4)", "14,16", "[-1,0)", r"\{2,3\}", "1/2", r"\frac{14}{3}", "2 1/4", "12:30"]
 NO_NUMBER += [r"3\sqrt{13}", r"\sqrt{13}", "2^3", "52_8", ".998,.965", "1.234,50", "#### 1/2"]
 NO_NUMBER += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"#### (3,4)", "one", "", "1.5 \\times 10"]
+NO_NUMBER += ["(100,200)", "(2,251,252)", r"\boxed{2\sqrt{3}}", r"\boxed{\frac34}", "x \\geq 5"]
 NOT_ONLY = ["5!", "± 7", "x = 5", "9 hours", "10-12", "6 - 5i", "< 5", "a 5", "#### 5 apples"]
+NOT_ONLY += [r"\boxed{5x - 7y + 4 = 0}", "#### x != 3", r"\boxed{x=1,y=2}", "0,500", "1234,567"]
 COMPLETIONS = {
     18: ["so 18 eggs.", "#### 18 dollars a day (9 at $2)", "18!", "- 18 eggs", "$18/day"]
 }
@@ -1168,7 +1170,7 @@ COMPLETIONS |= {7: ["7 #### \u0663", r"I get \boxed{7\text{ m}^2}, not 8"], math
 def test_rewards_compare_with_an_answer_if_there_is_one(reward, completion, answer, grade):
     for given in (completion, [{"role": "assistant", "content": completion}]):
         assert dppo.REWARDS[reward](["?"], [given], answer=[answer], level=[1]) == [grade]
-        begun = [[{"role": "assistant", "content": "Well. <think>\n"}]]  # which does not end
+        begun = [[{"role": "assistant", "content": "<think>\nWell, "}]]  # which does not end
         if grade == 1 and "</think>" not in completion:
             assert dppo.REWARDS[reward](begun, [given], answer=[answer]) == [0]
 
@@ -1271,6 +1273,7 @@ BAD_DATA = [
     ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
     ({"question": NO_MESSAGE, "answer": "1"}, "", "a message needs a role and a text"),
     ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
+    ({"question": ["1="], "answer": "1"}, "", "a message needs a role and a text"),
     ({"answer": "1"}, "--dataset test_dppo.py", "is a file, but none of parquet, csv, tsv, json"),
     ({"answer": "1"}, "--eval_dataset data.jsonl:train", "has only prompts that are evaluated"),
     ({"answer": "1"}, "--reward test_dppo:two_values", "1 finite numbers or None, not [0.0, 0.0]"),
@@ -1351,8 +1354,12 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
         path.write_text(text.replace(",", "\t") if name == "a.tsv" else text)
         found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{name}", reward="exact")}
         assert found == {"1=": "0124", "3=": "NA", "4=": "true", "5=": "1e5", "6=": "18.50"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.csv").write_text(text)
+    found = [row["answer"] for row in load(f"{tmp_path}/folder", reward="exact")]
+    assert sorted(found) == ["0124", "18.50", "1e5", "NA", "true"]
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": ""}\n')
+        file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": null}\n')
     assert [row["answer"] for row in load(f"{tmp_path}/a.jsonl.gz", reward="gsm8k")] == [7]
     (tmp_path / "c.csv").write_text("prompt,answer\n1=,7,000\n")
     with pytest.raises(ValueError, match="Length of header"):
@@ -1393,9 +1400,9 @@ def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
 
 def test_a_chat_that_the_assistant_ends_is_continued(tmp_path):
     model, tokenizer = save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE), tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", "9{% endfor %}")
     chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
-    for prompt, expected in ((chat, "123"), (chat[:1], "12="), ("12", "12=")):
+    for prompt, expected in ((chat, "1293"), (chat[:1], "129="), ("12", "129=")):
         _, ids = dppo.encode_prompt(prompt, Config(model=model, dataset="x"), tokenizer)
         assert tokenizer.decode(ids) == expected
 
@@ -1409,8 +1416,9 @@ def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion
     assert dppo.load_task(Config(**user | {"model": str(tmp_path)})).end_ids == [1, 7, 12, 13]
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", "5{% endfor %}")
     assert dppo.turn_end(tokenizer) == dppo.turn_end(tiny_tokenizer()) == set()
-    tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
-    assert dppo.turn_end(tokenizer) == set()
+    for template in ("{{ raise_exception('no assistant') }}", "<turn>"):
+        tokenizer.chat_template = template
+        assert dppo.turn_end(tokenizer) == set()
 
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
