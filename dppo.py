@@ -135,7 +135,7 @@ class Rule:
     def __init__(self, config, prompt_count):
         self.config = config
         self.prompt_count = prompt_count
-        self.memory = {}  # saved in checkpoints
+        self.memory = {}  # of tensors, saved in checkpoints
         for name, value in self.remembers.items():
             self.memory[name] = torch.full((prompt_count,), value, dtype=torch.float64)
 
@@ -616,13 +616,13 @@ class MasterAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self):
+        self.updates += 1  # first, since an update may fail halfway
         for weight, master in zip(self.weights, self.masters):
             master.grad = weight.grad
         super().step()
         for weight, master in zip(self.weights, self.masters):
             weight.copy_(master)
             master.grad = None  # otherwise it would outlive model.zero_grad()
-        self.updates += 1
 
 
 # ---- 7. Rollout
@@ -1190,14 +1190,14 @@ def make_step(last, task, rule, optimizer, reference, config):
     memory = copy.deepcopy(rule.memory)
     try:
         step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
+        record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
     except BaseException:
         rule.memory = memory  # as it was before the step
         raise
-    record = {"step": number, "candidates_so_far": seen + step.N, "learning_rate": rate}
     seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
+    record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
     record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
-    record |= {"cumulative_seconds": last["cumulative_seconds"] + seconds}
-    return record | {"updates": optimizer.updates} | record_of(step, task)
+    return record | {"cumulative_seconds": last["cumulative_seconds"] + seconds}
 
 
 def record_of(step, task):
@@ -1253,11 +1253,12 @@ def start(config, task, rule, optimizer):
             first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
             # Noise depends on settings that may be others now, so worth starts at 1 again.
             first["means"] = Means(earlier[-1]["means"]["length"])._asdict()
+            rule.memory |= saved["memory"]
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
-        rule.memory |= saved["memory"]
     # A rule of the user's own should fail here rather than after the evaluation.
-    prune_prompts(rule, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
+    inputs = (torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
+    prune_prompts(copy.deepcopy(rule), *inputs)
     if config.resume:
         records = earlier
         restore(saved, config, optimizer)
@@ -1294,11 +1295,12 @@ def save_checkpoint(out, records, rule, optimizer):
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
     """Evaluates the last step, if that is due, and makes those that are left, or, after Ctrl-C, the
-    one that it is at. A second Ctrl-C stops at once."""
+    one that it is at, and saves. A second Ctrl-C stops at once."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
+        with suppress(OSError):  # Ctrl-C also ends what reads a pipe
+            print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, stop)
     made = records[-1]["step"]
@@ -1323,6 +1325,9 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
             save_checkpoint(out, records, rule, optimizer)
         if signal.getsignal(signal.SIGINT) != stop:
             break
+    save_checkpoint(out, records, rule, optimizer)
+    task.model.save_pretrained(out / "model")
+    task.tokenizer.save_pretrained(out / "model")
 
 
 def train(config, task):
@@ -1337,16 +1342,18 @@ def train(config, task):
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
     except BaseException as error:
-        between_updates = optimizer.updates != records[-1]["updates"]  # of one step
-        if not between_updates and not isinstance(error, KeyboardInterrupt):
-            save_checkpoint(out, records, rule, optimizer)
-            print(go_on)
+        is_whole = (
+            optimizer.updates == records[-1]["updates"]
+        )  # and not within the update of a step
+        try:
+            if is_whole and not isinstance(error, KeyboardInterrupt):
+                save_checkpoint(out, records, rule, optimizer)
+        finally:
+            if (out / "checkpoint.pt").exists():
+                print(go_on)
         raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    save_checkpoint(out, records, rule, optimizer)
-    task.model.save_pretrained(out / "model")
-    task.tokenizer.save_pretrained(out / "model")
     if records[-1]["step"] < config.steps:
         print(go_on)
         raise KeyboardInterrupt

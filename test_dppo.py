@@ -1638,7 +1638,9 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
 # What fails, at which of its calls; the step that is saved. The first updates are those of step 1.
 FAILURES = [("evaluate", 1, 0), ("evaluate", 3, 4), ("sample", 1, 0), ("reward_completions", 5, 2)]
 FAILURES += [("prune_completions", 6, 2), ("remember", 3, 2), ("train_step", 7, 3)]
-FAILURES += [("train_step", 8, None)]  # between two updates, so that no whole step can be saved
+# Between two updates, or within one, no whole step can be saved.
+FAILURES += [("train_step", 8, None), ("step", 5, None), ("record_of", 2, None)]
+FAILURES += [("record_of", 3, 2)]  # a step without an update
 
 
 @pytest.mark.parametrize("name, call, step", FAILURES)
@@ -1655,7 +1657,8 @@ def test_a_run_that_fails_goes_on_as_if_it_had_not(name, call, step, monkeypatch
     one, two = tmp_path / "one", tmp_path / "two"
     settings = SMALL | {"steps": 6, "eval_every": 2, "save_every": 0}
     run(one, **settings)
-    owner, calls = dppo.ProportionalDPPO if name == "remember" else dppo, itertools.count(1)
+    owners = {"remember": dppo.ProportionalDPPO, "step": torch.optim.Adam}
+    owner, calls = owners.get(name, dppo), itertools.count(1)
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, failing)
     with pytest.raises(SystemExit):
@@ -1758,6 +1761,17 @@ def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(main, monkeypatch, caps
     main(steps=8, resume=out)
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_the_end_is_saved_loses_nothing(monkeypatch, out):
+    def save(*inputs):
+        signal.raise_signal(signal.SIGINT)
+        real(*inputs)
+
+    real = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    run(out, steps=3, save_every=0)
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 3
 
 
 def test_out_of_memory_is_reported_with_advice(main, monkeypatch):

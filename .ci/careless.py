@@ -325,8 +325,8 @@ CHANGES = r"""
 - is_right = not unfinished and read
 + is_right = read
 # a comma left out anywhere: numbers
-- (?=[0-9]{{3}}(?![0-9]))
-+ (?=[0-9])
+- [1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])
++ [0-9]+({COMMA}[0-9]+)+
 # what cannot be graded rolled out: on_the_hub
 - [answer["answer"]]) == [None]:
 + [answer["answer"]]) == []:
@@ -405,8 +405,8 @@ CHANGES = r"""
 - rule.memory = memory  # as it was before the step
 + pass
 # half a step saved: fails
-- if not between_updates and not
-+ if not
+- if is_whole and not isinstance
++ if not isinstance
 # a fork has another module: fork
 - sys.modules["dppo"] = sys.modules["__main__"]
 + pass
