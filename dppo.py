@@ -1208,10 +1208,8 @@ def record_of(step, task):
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
-    of_groups = {
-        "reward": step.rewards.nanmean(dim=1),
-        "zero_variance_fraction": ~step.A.any(dim=1),
-    }
+    of_groups = {"reward": step.rewards.nanmean(dim=1)}
+    of_groups |= {"zero_variance_fraction": ~step.A.any(dim=1)}
     of_groups |= {"completion_length": step.lengths.mean(dim=1)}
     of_groups |= {"truncated_fraction": truncated.double().mean(dim=1)}
     w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
@@ -1325,6 +1323,7 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
             save_checkpoint(out, records, rule, optimizer)
         if signal.getsignal(signal.SIGINT) != stop:
             break
+    bar.close()
     save_checkpoint(out, records, rule, optimizer)
     task.model.save_pretrained(out / "model")
     task.tokenizer.save_pretrained(out / "model")
@@ -1342,9 +1341,8 @@ def train(config, task):
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
     except BaseException as error:
-        is_whole = (
-            optimizer.updates == records[-1]["updates"]
-        )  # and not within the update of a step
+        # Otherwise it ended within the updates of a step, or between them.
+        is_whole = optimizer.updates == records[-1]["updates"]
         try:
             if is_whole and not isinstance(error, KeyboardInterrupt):
                 save_checkpoint(out, records, rule, optimizer)
