@@ -849,9 +849,11 @@ def turn_end(tokenizer):
     return set()
 
 
-def begun(prompt, ending):
-    """What the assistant has said already, or else the last characters of a prompt."""
+def begun(example, tokenizer):
+    """What the assistant has said already, or else the last characters that the model sees."""
+    prompt = example["prompt"]
     is_prefilled = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+    ending = tokenizer.decode(example["prompt_ids"][-20:])[-20:]
     return prompt[-1]["content"] if is_prefilled else ending
 
 
@@ -863,11 +865,9 @@ def reward_completions(task, examples, sequences):
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    if (
-        task.reward in REWARDS.values()
-    ):  # these ask whether <think> is open where a completion starts
-        endings = [task.tokenizer.decode(prompt)[-20:] for prompt, _ in sequences]
-        columns["prompts"] = list(map(begun, columns["prompts"], endings))
+    if task.reward in REWARDS.values():  # these ask whether <think> is open at the start
+        endings = [begun(example, task.tokenizer) for example in examples]
+        columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
     for row, (_, ids) in zip(rows, sequences):
         has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)

@@ -1407,6 +1407,16 @@ def test_a_chat_that_the_assistant_ends_is_continued(tmp_path):
         assert tokenizer.decode(ids) == expected
 
 
+def test_reasoning_that_the_template_begins_must_end_to_be_graded():
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = "{{ messages[0].content }}<think>\n"
+    prompt, ids = dppo.encode_prompt("2?", Config(model="x", dataset="x"), tokenizer)
+    example = {"prompt": prompt, "prompt_ids": ids, "answer": "5"}
+    sequences = [Sequence(ids, tokenizer.encode(text)) for text in ("5", "4</think>5")]
+    task = Task([], {}, tokenizer, dppo.gsm8k, None, [tokenizer.eos_token_id])
+    assert dppo.reward_completions(task, [example], sequences).tolist() == [[0.0, 1.0]]
+
+
 def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion(user, tmp_path):
     """Base models have another eos. A character that is no token of its own ends nothing."""
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("{% endfor %}", "=<turn>5{% endfor %}"))
