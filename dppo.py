@@ -49,6 +49,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -760,32 +761,30 @@ def gsm8k_number(text, is_answer=False):
     return float(found[0].replace(" ", ""))
 
 
-def graded(prompts, completions, wanted, read):
-    """1 where what is read of a completion is wanted, None where nothing is. Reasoning is left out,
-    and so is all of a completion whose <think> does not end."""
+def graded(prompts, completions, answers, read_answer, read):
+    """1 where what is read of a completion is what is read of its answer, None where that is
+    nothing. Reasoning is left out, and so is all of a completion whose <think> does not end."""
     rewards = []
-    for prompt, completion, value in zip(prompts, completions, wanted):
+    for prompt, completion, answer in zip(prompts, completions, answers):
         text = text_of(completion)
         if "<think>" in text_of(prompt).rpartition("</think>")[2]:
             text = "<think>" + text
         text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
-        is_right = not unfinished and read(text) == value
-        rewards.append(None if value in (None, "") else float(is_right))
+        wanted = None if answer is None else read_answer(str(answer))
+        is_right = not unfinished and read(text) == wanted
+        rewards.append(None if wanted in (None, "") else float(is_right))
     return rewards
 
 
 def exact(prompts, completions, answer, **columns):
     """1 where a completion is the answer, but for white space around it; None without an answer."""
-    wanted = []
-    for gold in answer:
-        wanted.append("" if gold is None else str(gold).strip())
-    return graded(prompts, completions, wanted, str.strip)
+    return graded(prompts, completions, answer, str.strip, str.strip)
 
 
 def gsm8k(prompts, completions, answer, **columns):
     """1 where the numbers agree; None for an answer that is not one number."""
-    wanted = [gsm8k_number(str(gold), is_answer=True) for gold in answer]
-    return graded(prompts, completions, wanted, gsm8k_number)
+    read_answer = partial(gsm8k_number, is_answer=True)
+    return graded(prompts, completions, answer, read_answer, gsm8k_number)
 
 
 REWARDS = {"exact": exact, "gsm8k": gsm8k}

@@ -319,7 +319,7 @@ CHANGES = r"""
 - live = (~torch.isin(new.squeeze(1), end_ids)).nonzero().squeeze(1)
 + live = (new.squeeze(1) != end_ids[0]).nonzero().squeeze(1)
 # what cannot be graded counts as wrong: rewards_compare
-- rewards.append(None if value in (None, "") else float(is_right))
+- rewards.append(None if wanted in (None, "") else float(is_right))
 + rewards.append(float(is_right))
 # reasoning that does not end is graded: rewards_compare
 - is_right = not unfinished and read

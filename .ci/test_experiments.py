@@ -1,0 +1,65 @@
+"""Tests of what .github/experiments.py computes a verdict from: python -m pytest -q .ci"""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parent.parent / ".github" / "experiments.py"
+spec = importlib.util.spec_from_file_location("experiments", PATH)
+experiments = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(experiments)
+
+
+def run_of(values, tokens=10, rolled=2, noise=1.0):
+    """A run with these accuracies after 0, 1, 2, ... steps."""
+    steps = len(values) - 1
+    run = {"curve": [[step, 0.5 * step, value] for step, value in enumerate(values)]}
+    run |= {"tokens_generated": [tokens] * steps, "prompts_rolled": [rolled] * steps}
+    run |= {"completions_trained": [3] * steps, "rollout_worth": [2.0] * steps}
+    return run | {"noise": [noise] * steps, "noise_of_one": [32.0] * steps}
+
+
+def test_means_leave_out_the_start_and_differences_are_paired_by_seed():
+    runs = {"a": {"1": run_of([9, 0.5, 0.7]), "2": run_of([9, 0.3, 0.3]), "3": run_of([9, 9, 9])}}
+    runs["b"] = {"2": run_of([0, 0.1, 0.3]), "1": run_of([0, 0.5, 0.5])}
+    assert experiments.differences(runs, "a", "b") == pytest.approx([0.1, 0.1])
+    assert experiments.interval([0.1, 0.3]) == [0.2, -1.0706, 1.4706]  # 12.706 * 0.1414/sqrt(2)
+
+
+@pytest.mark.parametrize("better, as_good", [(0.0, True), (-0.019, True), (-0.03, False)])
+def test_digits_are_as_good_if_the_whole_interval_is_above_the_margin(better, as_good):
+    runs = {"grpo-skip": {}, "dppo": {}}
+    for seed in range(8):
+        scatter = 0.0005 * (-1) ** seed
+        runs["grpo-skip"][str(seed)] = run_of([0, 0.5, 0.6])
+        level = better + scatter
+        runs["dppo"][str(seed)] = run_of([0, 0.5 + level, 0.6 + level], rolled=1, noise=1.5)
+    result = experiments.analysis_of_digits(runs)
+    assert result["dppo"]["as good"] == as_good and "as good" not in result["grpo-skip"]
+    assert result["dppo"]["noise"] == 1.5 and result["grpo-skip"]["noise"] == 1
+
+
+def test_tokens_count_up_to_the_evaluation_that_reaches_the_level():
+    run = run_of([0.1, 0.2, 0.4, 0.3])
+    assert experiments.tokens_until(run, 0.2) == 10 and experiments.tokens_until(run, 0.3) == 20
+    assert experiments.tokens_until(run, 0.5) == math.inf
+    runs = {"grpo-skip, 16": {"1": run_of([0, 0.2, 0.4]), "2": run_of([0, 0.2, 0.4])}}
+    runs["dppo-proportional"] = {"1": run_of([0, 0.4, 0.4], 5), "2": run_of([0, 0.2, 0.3], 5)}
+    result = experiments.analysis_of_equal_noise(runs)["dppo-proportional"]
+    assert result["tokens until the control's end, over the control's"] == [0.25]
+    assert result["seeds in which it gets there"] == "1 of 2"
+
+
+def test_worth_is_that_of_its_formula_and_one_if_all_pi_are_equal():
+    squares = [0.0, 1.0, 4.0, 0.0]
+    of_rule, of_best = experiments.inverse_worth([0.5] * 4, squares)
+    assert of_rule == pytest.approx(1.0) and of_best == pytest.approx(0.75**2 / 1.25)
+    of_rule, _ = experiments.inverse_worth([0.2, 0.5, 1.0, 0.3], squares)
+    assert of_rule == pytest.approx(0.5 * (2 + 4) / 4 / 1.25)
+    run = run_of([0, 1]) | {
+        "measured": {"48": {"pi": [0.2, 0.5, 1, 0.3], "g": squares, "A": squares}}
+    }
+    result = experiments.analysis_of_worth({"as it is": {"10": run, "11": run}})
+    assert result["as it is, 1/worth by g^2"] == [0.6, 0.6, 0.6]
