@@ -6,7 +6,6 @@ python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is 
 import itertools
 import json
 import re
-import runpy
 import subprocess
 import sys
 from functools import partial
@@ -67,16 +66,6 @@ def test_the_rules_in_readme_prune_without_bias():
         needed = (advantages != 0).double()
         assert torch.allclose(expectation * needed, needed, atol=1e-10)
     assert rules
-
-
-# ==== .github/epochs.py ====
-def test_the_notebook_has_the_table_of_the_saved_runs():
-    epochs = runpy.run_path(str(NOTEBOOK.with_name(".github") / "epochs.py"))
-    saved = json.loads(epochs["RESULTS"].read_text())["epochs"]
-    result = epochs["analysis"](saved["runs"])
-    assert result == saved["analysis"]
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert any(epochs["table"](saved["runs"], result) in "".join(c["source"]) for c in cells)
 
 
 # ==== math_reward.py ====
