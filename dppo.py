@@ -514,11 +514,11 @@ def proportional_probabilities(scores, rate, floor=0.0):
 
 
 class ProportionalDPPO(Rule):
-    """A completion's score is |A| times its prompt's weight, which is how strongly its gradient
-    counts. A prompt's score is the root mean square of A that is expected of its next group, and
-    that is learned: prompts whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p))
-    share a bin, whose score is what its prompts had at their next visits. (All in a bin have the
-    same pi, so that mean needs no weights.) Rewards below 0 count as 0, and above 1 as 1."""
+    """A completion's score is |A| times its prompt's weight, which is how strongly it counts. A
+    prompt's score, the root mean square of A that is expected of its next group, is learned:
+    prompts whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p)) share a bin, whose
+    score is what its prompts had at their next visits. (As all of a bin have the same pi, that mean
+    needs no weights.) Rewards below 0 count as 0, and above 1 as 1."""
 
     remembers = {"right": 0.0, "wrong": 0.0}  # sums of rewards, of 1 - rewards
     prior = 0.05  # successes and failures before any visit: most prompts are solved always or never
@@ -571,8 +571,7 @@ RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional":
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-# cuDNN's attention, torch's choice on Hopper cards, plans anew for every shape, so for every token
-# decoded, and its gradients under a mask may be NaN (pytorch issue 196678).
+# cuDNN's attention plans anew at every token, and may give NaN gradients (pytorch issue 196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -593,8 +592,7 @@ def refusing(what):
 
 # ---- 6. Order and precision
 def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts that come next after `seen` candidates. Each epoch has its own
-    random order. The sequence runs on into the next epoch, so a window may have a prompt twice."""
+    """(prompt_count,) the prompts that come after `seen` candidates, as each epoch orders them."""
     epoch, start = divmod(seen, prompt_count)
     order = []
     for number in (epoch, epoch + 1):
@@ -693,10 +691,9 @@ def rollout(task, examples, samples, config):
 
 @torch.no_grad()
 def check_sampling(task, config):
-    """Refuses a model whose trained policy is not the one that samples, which nothing else would
-    reveal, since rho is taken to be 1. Log-probabilities must agree on average (each differs a bit
-    in bfloat16), also if the longest possible sequence is in the batch, which moves positions in
-    some models. Logits must be those of the head, neither scaled nor capped."""
+    """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1.
+    Log-probabilities must agree on average (each differs a bit in bfloat16), also beside the
+    longest possible sequence, which moves positions in some models."""
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     prompts.sort(key=len)
@@ -743,9 +740,8 @@ def gsm8k_number(text, is_answer=False):
     line, or else at its end. None where it is part of an expression. An answer must be one number,
     or what a name or a calculation is equal to. Commas go where they stand before three digits."""
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
-    text = THOUSANDS.sub(
-        lambda found: re.sub("[^0-9]", "", found[0]), re.sub(r"\\?[$€£]", "", text)
-    )
+    text = re.sub(r"\\?[$€£]", "", text)
+    text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
     marked = MARKED.findall(text)
     left, _, end = marked[-1].rpartition("=") if marked else ("", "", text)
     if is_answer:
@@ -817,8 +813,8 @@ def load_task(config):
     try:
         reward_completions(task, trial, [Sequence([], [])] * len(trial))
     except Exception as error:
-        error.add_note("Completions were empty here; in chats they are messages: see dppo.text_of.")
-        error.add_note("All columns of the data are arguments, too, so a reward needs **columns.")
+        error.add_note("Completions were empty here, and are messages in chats: see dppo.text_of.")
+        error.add_note("Every column of the data is an argument, so a reward needs **columns.")
         raise
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
@@ -842,18 +838,10 @@ def turn_end(tokenizer):
     is one. Base models end their texts with another."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
     with suppress(Exception):  # without a template, or with one that wants more than this
-        _, found, text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("MESSAGE")
-        after = tokenizer.encode(text if found else "", add_special_tokens=False)
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
+        after = tokenizer.encode(text, add_special_tokens=False)
         return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
     return set()
-
-
-def begun(example, tokenizer):
-    """What the assistant has said already, or else the last characters that the model sees."""
-    prompt = example["prompt"]
-    is_prefilled = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
-    ending = tokenizer.decode(example["prompt_ids"][-20:])[-20:]
-    return prompt[-1]["content"] if is_prefilled else ending
 
 
 def reward_completions(task, examples, sequences):
@@ -864,8 +852,8 @@ def reward_completions(task, examples, sequences):
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    if task.reward in REWARDS.values():  # these ask whether <think> is open at the start
-        endings = [begun(example, task.tokenizer) for example in examples]
+    if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
+        endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
         columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
     for row, (_, ids) in zip(rows, sequences):
         has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
@@ -914,8 +902,7 @@ def load_rows(spec, split):
     parts = re.split(r":(?!//|[^\[]*\])", spec)  # at colons, but those of https:// and train[a:b]
     paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
     path = next(filter(os.path.isfile, paths), paths[-1])
-    names = parts[paths[::-1].index(path) + 1 :]
-    split = names.pop() if names else split
+    *names, split = parts[paths[::-1].index(path) + 1 :] or [split]
     kind = Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())).suffix[1:]
     source, options = READERS.get(kind, (path, {}))
     if kind in READERS:
@@ -1062,17 +1049,12 @@ def warm_started(tokenizer):
 
 
 # ---- 12. Settings
-# What stands in for None: with --model, and for the embedded task.
-DEFAULTS = {"learning_rate": (1e-6, 5e-5), "temperature": (1.0, 0.7), "reward": ("gsm8k", "exact")}
-DEFAULTS |= {"max_completion_tokens": (1024, 22), "steps": (300, 60), "eval_every": (0, 10)}
-
-
 def setting(default, text):
-    """A field of Config: its default, or the name of one in DEFAULTS, and its line of --help."""
+    """A field of Config: its default, or a pair of them, with --model and for the embedded task,
+    and its line of --help."""
     shown = f" ({default})" if default != "" else ""
-    if default in DEFAULTS:
-        shown = " ({}; embedded task {})".format(*DEFAULTS[default])
-        default = None
+    if isinstance(default, tuple):
+        shown = " ({}; embedded task {})".format(*default)
     return field(default=default, metadata={"help": text + shown, "metavar": ""})
 
 
@@ -1106,11 +1088,11 @@ class Config:
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
-    learning_rate: float | None = setting("learning_rate", "after the warm-up")
+    learning_rate: float = setting((1e-6, 5e-5), "after the warm-up")
     warmup_steps: int = setting(10, "steps over which the learning rate rises")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped")
-    temperature: float | None = setting("temperature", "of the samples")
-    max_completion_tokens: int | None = setting("max_completion_tokens", "longer are cut")
+    temperature: float = setting((1.0, 0.7), "of the samples")
+    max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
     model: str = setting("", "causal LM, on the Hub or in a folder; default: the embedded one")
     dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
@@ -1119,13 +1101,13 @@ class Config:
     system_prompt: str = setting("", "put before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
-    reward: str | None = setting("reward", "gsm8k, exact or module:function")
+    reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
     eval_dataset: str = setting("", "like --dataset, several with commas; default: held out of it")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
     # The run
-    steps: int | None = setting("steps", "training steps; 0 only evaluates")
-    eval_every: int | None = setting("eval_every", "steps between evaluations; 0: none")
+    steps: int = setting((300, 60), "training steps; 0 only evaluates")
+    eval_every: int = setting((0, 10), "steps between evaluations; 0: none")
     save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
@@ -1135,10 +1117,10 @@ class Config:
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
-        for name, (with_model, embedded) in DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, with_model if self.model else embedded)
         for name, value in asdict(self).items():
+            if isinstance(value, tuple):  # a pair of defaults
+                value = value[0] if self.model else value[1]
+                setattr(self, name, value)
             least = LEAST.get(name, 0)
             most = 0.99 if name.endswith("prune_rate") else 1e15
             if isinstance(value, int | float) and not least <= value <= most:  # NaN fails
@@ -1164,13 +1146,10 @@ def evaluate(task, config):
     """-> avg@k of each set, and `accuracy` over all, of the rewards that are given."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
     k = config.eval_samples
-    sets = {}
-    all_rewards = [torch.zeros(0)]
-    for name, examples in task.evals.items():
-        _, rewards, _ = rollout(task, examples, k, config)
-        sets[name] = {f"avg@{k}": rewards.nanmean().item()}
-        all_rewards.append(rewards.flatten())
-    return {"accuracy": torch.cat(all_rewards).nanmean().item(), **sets}
+    rewards = {name: rollout(task, rows, k, config)[1] for name, rows in task.evals.items()}
+    sets = {name: {f"avg@{k}": of_set.nanmean().item()} for name, of_set in rewards.items()}
+    together = torch.cat([torch.zeros(0), *map(torch.flatten, rewards.values())])
+    return {"accuracy": together.nanmean().item(), **sets}
 
 
 def make_step(last, task, rule, optimizer, reference, config):
@@ -1200,10 +1179,9 @@ def make_step(last, task, rule, optimizer, reference, config):
 
 
 def record_of(step, task):
-    """What is recorded of a step. Means are over the window, estimated with the prompts' weights,
-    and leave out groups without a reward; but entropy, clip_fraction and kl are over the tokens of
-    the last update, without weights. Of several updates, what was trained is added up, and the
-    norm is the largest. The group is the first that is trained, or else the first."""
+    """What is recorded of a step: means over the window, estimated with the prompts' weights, of
+    groups that have a reward; entropy, clip_fraction and kl of the last update's tokens; of several
+    updates, the sum of what was trained, and the largest norm; the first group that is trained."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
@@ -1218,11 +1196,10 @@ def record_of(step, task):
     means = step.means
     record |= {"rollout_worth": means.worth(means.pruned), "means": means._asdict()}
     record |= {"prompt_worth": means.worth(means.prompts_pruned), **step.updates[-1]}
-    for update in step.updates[:-1]:
-        record["completions_trained"] += update["completions_trained"]
-        record["tokens_trained"] += update["tokens_trained"]
-        norms = torch.tensor([record["grad_norm"], update["grad_norm"]])
-        record["grad_norm"] = norms.max().item()  # NaN if one is NaN
+    for name in ("completions_trained", "tokens_trained"):
+        record[name] = sum(update[name] for update in step.updates)
+    norms = torch.tensor([update["grad_norm"] for update in step.updates], dtype=torch.float64)
+    record["grad_norm"] = norms.max().item()  # NaN if one is NaN
     q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
@@ -1230,9 +1207,8 @@ def record_of(step, task):
 
 
 def start(config, task, rule, optimizer):
-    """The folder of a run and its records so far: that of step 0 of a new run, or those of the run
-    of --resume, whose rule and optimizer get back what they had. The folder of a new one is made
-    last, so that a run that is refused leaves nothing behind."""
+    """The folder of a run and its records so far. With --resume, rule and optimizer get back what
+    they had. A new folder is made last, so that a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
         advice = ", or --resume it" * (out / "checkpoint.pt").exists()
@@ -1262,8 +1238,6 @@ def start(config, task, rule, optimizer):
         print(f"{out}: goes on after step {records[-1]['step']} of {config.steps}")
     with refusing(f"{out} cannot be written"):
         out.mkdir(parents=True, exist_ok=bool(config.resume))
-        lines = [as_json(record) + "\n" for record in records[:-1]]  # the last one is to come
-        (out / "metrics.jsonl").write_text("".join(lines))
         (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
         (out / "config.partial").replace(out / "config.json")
     return out, records
@@ -1302,27 +1276,26 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
     signal.signal(signal.SIGINT, stop)
     made = records[-1]["step"]
     last = max(made, config.steps)
-    bar = tqdm(total=config.steps, initial=made)
-    for number in range(made, last + 1):
-        if number > made:
-            records.append(make_step(records[-1], task, rule, optimizer, reference, config))
-            bar.update()
-            bar.set_postfix({name: records[-1][name] for name in ("reward", "rollout_worth")})
-        record = records[-1]
-        is_due = config.eval_every and number % config.eval_every == 0
-        if (is_due or number in (0, last)) and "evaluation" not in record:
-            record["evaluation"] = evaluate(task, config)
-            bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
-        with (out / "metrics.jsonl").open("a") as file:
-            print(as_json(record), file=file)
-        norms = torch.tensor([record["grad_norm"] for record in records[1:][-10:]])
-        if number % 10 == 0 and number > made and not (norms.isfinite() & (norms > 0)).any():
-            bar.write(f"no update in ten steps: see reward and grad_norm in {out}/metrics.jsonl")
-        if config.save_every and number % config.save_every == 0 and made < number < last:
-            save_checkpoint(out, records, rule, optimizer)
-        if signal.getsignal(signal.SIGINT) != stop:
-            break
-    bar.close()
+    with (out / "metrics.jsonl").open("w") as file, tqdm(total=last, initial=made) as bar:
+        file.writelines(as_json(record) + "\n" for record in records[:-1])
+        for number in range(made, last + 1):
+            if number > made:
+                records.append(make_step(records[-1], task, rule, optimizer, reference, config))
+                bar.update()
+                bar.set_postfix({name: records[-1][name] for name in ("reward", "rollout_worth")})
+            record = records[-1]
+            is_due = config.eval_every and number % config.eval_every == 0
+            if (is_due or number in (0, last)) and "evaluation" not in record:
+                record["evaluation"] = evaluate(task, config)
+                bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
+            print(as_json(record), file=file, flush=True)
+            norms = torch.tensor([record["grad_norm"] for record in records[1:][-10:]])
+            if number % 10 == 0 and number > made and not (norms.isfinite() & (norms > 0)).any():
+                bar.write("no update in ten steps: see reward and grad_norm in metrics.jsonl")
+            if config.save_every and number % config.save_every == 0 and made < number < last:
+                save_checkpoint(out, records, rule, optimizer)
+            if signal.getsignal(signal.SIGINT) != stop:
+                break
     save_checkpoint(out, records, rule, optimizer)
     task.model.save_pretrained(out / "model")
     task.tokenizer.save_pretrained(out / "model")

@@ -265,8 +265,8 @@ CHANGES = r"""
 - rule.memory |= saved["memory"]
 + pass
 # records of steps that are repeated stay: anew or ctrl_c
-- (out / "metrics.jsonl").write_text(
-+ config.resume or (out / "metrics.jsonl").write_text(
+- (out / "metrics.jsonl").open("w")
++ (out / "metrics.jsonl").open("a")
 # history draws as before: with_history
 - first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
 + pass
