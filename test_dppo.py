@@ -210,10 +210,9 @@ def noted(real, calls, *values, **named):
 
 def spy(monkeypatch, *names):
     """Lists that note the calls of functions of dppo, as (arguments by their names, result)."""
-    lists = []
-    for name in names:
-        lists.append([])
-        monkeypatch.setattr(dppo, name, partial(noted, getattr(dppo, name), lists[-1]))
+    lists = [[] for _ in names]
+    for name, calls in zip(names, lists):
+        monkeypatch.setattr(dppo, name, partial(noted, getattr(dppo, name), calls))
     return lists
 
 
@@ -235,10 +234,6 @@ def metrics(out):
 
 def recorded(out, name):
     return [record[name] for record in metrics(out)[1:]]  # of each step
-
-
-def summary_of(out):
-    return json.loads((out / "summary.json").read_text())
 
 
 # ==== The proof ====
@@ -267,12 +262,10 @@ def rule_with_history(method=PAPER, r_q=0.7, r_o=0.7, beta=0.0):
     return rule
 
 
-# An expectation is a sum over all outcomes, each times its probability, so chance is replaced by
-# enumeration. every_draw has all outcomes of one draw, which depends on two random things alone, an
-# order and a number u: it patches both, to run the real draw on every order and, as the weights are
-# piecewise constant in u, on one u of each piece. every_result has all outcomes of a function that
-# draws several times, like dppo_step, where later pi depend on earlier draws: it replays the
-# function, and each time it gets to a draw that has no outcome yet, tries all that this may have.
+# Chance is replaced by enumeration. A draw depends on two random things alone, an order and a
+# number u: every_draw patches both, to run the real draw on every order and, as weights are
+# piecewise constant in u, on one u of each piece. every_result replays a function that draws more
+# than once, like dppo_step, and tries all outcomes of each draw, on which later pi may depend.
 def every_draw(pi):
     """All outcomes of draw(pi) -> [(probability, (n,) weights)]. The pieces of u end where items
     do, modulo 1. Items with pi of 0 or 1 shift the others by whole numbers only."""
@@ -331,13 +324,11 @@ def test_draw_keeps_each_item_with_its_own_probability(pi):
     assert torch.allclose(expectation, (pi > 0).double(), rtol=0, atol=1e-12)
 
 
-RATES = [(0.7, 0.4, 0.0), (0.7, 0.7, 0.0), (0.7, 0.7, 0.1)]  # r_q, r_o, beta
-CASES = [*itertools.product((PAPER, OURS), RATES), (PAPER, (0.4, 0.7, 0.0)), (OWN, RATES[0])]
-
-
 def test_every_weight_has_expectation_one_unless_there_is_no_gradient():
+    rates = [(0.7, 0.4, 0.0), (0.7, 0.7, 0.0), (0.7, 0.7, 0.1)]  # r_q, r_o, beta
+    cases = [*itertools.product((PAPER, OURS), rates), (PAPER, (0.4, 0.7, 0.0)), (OWN, rates[0])]
     seen = []  # by each rule at each rate: all should differ
-    for method, (r_q, r_o, beta) in CASES:
+    for method, (r_q, r_o, beta) in cases:
         outcomes = every_weight(method, r_q, r_o, beta)
         [N] = {N for _, (N, _) in outcomes}  # the same, whatever is drawn
         expectation = sum(p * w for p, (_, w) in outcomes)
@@ -348,8 +339,6 @@ def test_every_weight_has_expectation_one_unless_there_is_no_gradient():
     assert min(map(len, seen)) > 1 and len(set(seen)) == len(seen)
 
 
-# Given(), after the proof, has the completions of all prompts, a small model, an old policy and a
-# reference; given.gradient(shares) is the gradient of train_step.
 def alone(given, i):
     """(tokens,) losses, whether clipped, KL and entropies of completion i by itself."""
     new, entropies, owner = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
@@ -408,7 +397,8 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
 def test_packing_changes_neither_log_probabilities_nor_gradients():
     """Against a small Qwen3's own forward pass on one sequence at a time. Logits are made of 512
     tokens at a time. Here are more."""
-    given = Given(micro_batch_tokens=2000)
+    given, made = Given(micro_batch_tokens=2000), []
+    given.model.lm_head.register_forward_hook(lambda *call: made.append(len(call[2])))
     sequences = [Sequence(prompt, 20 * completion) for prompt, completion in given.sequences]
     model, packed, alone = given.model, 0.0, 0.0
     micro_batches, _ = dppo.pack_micro_batches(sequences, range(6 * G), given.config)
@@ -419,17 +409,16 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
         logprobs, entropies, owner = dppo.completion_logprobs(model, sequences, slots, 0.7)
         assert owner.unique_consecutive().tolist() == batch
         for i in batch:
-            of_completion = [logprobs[owner == i], entropies[owner == i]]
             prompt, completion = sequences[i]
             logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             distributions = (logits.float() / 0.7).log_softmax(dim=-1)
             expected = distributions[range(len(completion)), completion]
             entropy = -(distributions.exp() * distributions).sum(dim=-1)
-            assert torch.allclose(
-                torch.stack(of_completion), torch.stack([expected, entropy]), atol=1e-4
-            )
-            packed += (1 + i) * of_completion[0].sum()
+            assert torch.allclose(logprobs[owner == i], expected, atol=1e-4)
+            assert torch.allclose(entropies[owner == i], entropy, atol=1e-4)
+            packed += (1 + i) * logprobs[owner == i].sum()
             alone += (1 + i) * expected.sum()
+    assert max(made) == 512
     packed, alone = flat_gradient(packed, model), flat_gradient(alone, model)
     assert (packed - alone).norm() < 1e-6 * alone.norm()
 
@@ -446,9 +435,7 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
     assert max(N for _, (N, _, _) in windows) > 8
     for n, (update, _) in enumerate(updates):
         (window, (N, prompts, w_q)), (drawn, w_qi) = windows[1 + n // 2], draws[n]
-        means = dppo.Means(
-            **metrics(out)[n // 2]["means"]
-        )  # of the steps before; windows[0] is a trial
+        means = dppo.Means(**metrics(out)[n // 2]["means"])  # before; windows[0] is a trial
         assert window.limit == round(8 / max(1, means.worth(means.pruned)))
         ids, completions = zip(*update.sequences)
         assert list(ids[:: w_qi.shape[1]]) == [task.train[q]["prompt_ids"] for q in prompts]
@@ -566,15 +553,11 @@ def test_running_means_weigh_earlier_steps_and_leave_out_those_without_a_gradien
     assert means.worth(means.pruned) == pytest.approx(noise[0] / expected[2])
     later = means.after(4, w_q, w, 0 * A, 2 * lengths)
     assert later.length == pytest.approx(1.1 * means.length) and later[1:] == means[1:]
-    again = means.after(4, w_q, w, A, lengths)
-    expected = [0.95 * mean + 0.05 * value for mean, value in zip(means[1:], noise)]
-    assert again[1:] == pytest.approx(expected)
     assert dppo.Means().worth(0.0) == 1
 
 
 @pytest.mark.parametrize("method", ["grpo", "grpo-skip", PAPER, "test_dppo:KeepLargest"])
 def test_without_pruning_a_rollout_is_worth_exactly_one(method, monkeypatch, out):
-    """And so it is for a biased rule, of which nothing is known."""
     [windows] = spy(monkeypatch, "prune_prompts")
     none = {"prompt_prune_rate": 0.0, "completion_prune_rate": 0.0, "inner_epochs": 2, "steps": 5}
     run(out, tiny_task(prompts=23), method=method, prompts_per_step=7, **none)
@@ -670,10 +653,10 @@ class Unweighted(dppo.DPPO):
 
 @pytest.mark.parametrize("rule", [dppo.Rule, dppo.DPPO, Unweighted])
 def test_without_weights_a_policy_learns_to_guess_and_with_them_to_pass(rule):
-    """It guesses with probability sigmoid(theta). Half of the prompts cannot be answered: a guess
-    is right once in ten times, but to pass is worth 0.15. As most guesses have a small |A| and the
-    right ones a large one, pruning leaves those, unless weights stand in for what is pruned. The
-    other prompts, solved half of the time whatever theta, are there for the mean |A|."""
+    """It guesses with probability sigmoid(theta). At half of the prompts a guess is right once in
+    ten times, but to pass is worth 0.15. Most guesses have a small |A| and the right ones a large
+    one, so pruning leaves those, unless weights stand in for what is pruned. The other prompts,
+    solved half of the time whatever theta, are there for the mean |A|."""
     config, generator = Config(objective="dr_grpo"), torch.Generator().manual_seed(0)
     rule, theta, seen, G = rule(config, 64), torch.tensor(0.0).double(), 0, config.group_size
     for _ in range(200):
@@ -761,19 +744,15 @@ def test_of_completions_those_without_a_gradient_go_first_and_the_mean_is_of_all
 
 
 class KeepLargest(dppo.Rule):
-    """A biased rule, as somebody might plug one in, which also counts visits."""
+    """A biased rule, as somebody might plug one in."""
 
     unbiased = False
-    remembers = {"visits": 0.0}
 
     def prompt_probabilities(self):
         return torch.linspace(0, 0.9, self.prompt_count)
 
     def completion_probabilities(self, advantages, prompt_weights):
         return (advantages != 0) & (advantages.abs() >= advantages.abs().median())
-
-    def remember(self, prompts, rewards, advantages):
-        self.memory["visits"][prompts] += 1
 
 
 def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(monkeypatch, out):
@@ -789,26 +768,22 @@ def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(monkeypatch, out):
         assert 0 < kept.double().mean() < 1
         assert torch.allclose(of_step[kept], 1 / (kept.sum().double() * 8))  # Z is 8
     assert not torch.cat(shares[2:]).any()
-    visits = torch.load(out / "checkpoint.pt")["memory"]["visits"]
-    assert visits.sum() == sum(recorded(out, "prompts_rolled"))
 
 
-WRONG = [(True, [0.0, 1, 1, 1]), (True, [2.0, 1, 1, 1]), (True, [1.0] * 3)]
-WRONG += [(False, [-0.5, 1, 1, 1]), (False, [math.nan] * 4), (False, [0.0] * 4)]
-
-
-@pytest.mark.parametrize("unbiased, pi", WRONG)
-def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused(unbiased, pi):
-    rule = dppo.Rule(Config(), 4)
-    rule.unbiased = unbiased
-    rule.prompt_probabilities = mock.Mock(return_value=torch.tensor(pi))
-    rule.completion_probabilities = mock.Mock(return_value=torch.tensor([pi, pi]))
-    with pytest.raises(ValueError, match=r"a rule needs pi (of shape \(4,\)|> 0 for)"):
-        prune_prompts(rule, torch.arange(4), 8, None)
+def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused():
+    wrong = [(True, [0.0, 1, 1, 1]), (True, [2.0, 1, 1, 1]), (True, [1.0] * 3)]
+    wrong += [(False, [-0.5, 1, 1, 1]), (False, [math.nan] * 4), (False, [0.0] * 4)]
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 2)
-    if any(pi):  # a biased rule may prune all completions of a step
-        with pytest.raises(ValueError, match=r"\(2, 4\)"):
-            prune_completions(rule, advantages, torch.ones(2), None)
+    for unbiased, pi in wrong:
+        rule = dppo.Rule(Config(), 4)
+        rule.unbiased = unbiased
+        rule.prompt_probabilities = mock.Mock(return_value=torch.tensor(pi))
+        rule.completion_probabilities = mock.Mock(return_value=torch.tensor([pi, pi]))
+        with pytest.raises(ValueError, match=r"a rule needs pi (of shape \(4,\)|> 0 for)"):
+            prune_prompts(rule, torch.arange(4), 8, None)
+        if any(pi):  # a biased rule may prune all completions of a step
+            with pytest.raises(ValueError, match=r"\(2, 4\)"):
+                prune_completions(rule, advantages, torch.ones(2), None)
 
 
 # ==== 2. Dense Prompt Packing ====
@@ -820,25 +795,14 @@ def test_packing_takes_the_longest_that_fits_among_the_next_in_order():
 
 
 def test_a_micro_batch_has_as_many_slots_as_its_tokens_allow():
-    sequences = [Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)]
-    for tokens, sizes in {399: [3], 398: [2, 1], 265: [1, 1, 1], 1: [1, 1, 1]}.items():
+    sequences = [Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)]  # 133, 53, 53, 73 tokens
+    for tokens, expected in {399: [[[0], [3, 1], [2]]], 398: [[[0], [3, 1]], [[2]]]}.items():
         config = Config(micro_batch_tokens=tokens)
-        micro_batches, density = dppo.pack_micro_batches(sequences, [0, 1, 2, 3], config)
-        assert [len(slots) for slots in micro_batches] == sizes  # of 133; 73, 53; 53 tokens
-        assert density == 312 / 399
+        assert dppo.pack_micro_batches(sequences, range(4), config) == (expected, 312 / 399)
     assert dppo.pack_micro_batches(sequences, [1], Config()) == ([[[1]]], 53 / 128)  # of 128 tokens
 
 
 # ==== 3. Forward pass, loss and update ====
-def test_logits_are_of_512_tokens_of_completions_at_a_time_and_made_again_not_kept():
-    model, made = tiny_model(torch.float32), []
-    model.lm_head.register_forward_hook(lambda head, inputs, logits: made.append(len(logits)))
-    logprobs, *_ = dppo.completion_logprobs(model, [Sequence([2] * 50, [3] * 700)], [[0]], 1.0)
-    assert made == [512, 188]
-    logprobs.sum().backward()
-    assert sorted(made) == [188, 188, 512, 512]
-
-
 def test_metrics_of_an_update_are_means_over_its_tokens():
     given, sums, tokens, shares = Given(), torch.zeros(3), 0, torch.tensor([1.0, 0.0, 1.0] * 6)
     for i in shares.nonzero().flatten().tolist():
@@ -884,7 +848,6 @@ def test_the_learning_rate_rises_over_the_warm_up(out):
 
 
 def test_an_update_without_a_gradient_or_one_that_is_not_finite_moves_nothing():
-    """Not even by the momentum of Adam."""
     given, moved = Given(first=True, dtype=torch.float32, beta=0.0), []
     optimizer, equal = dppo.MasterAdam(given.model, 1e-2), torch.zeros(6, G)
     updates = ((1.0, ADVANTAGES), (1.0, equal), (0.0, ADVANTAGES), (math.nan, ADVANTAGES))
@@ -901,8 +864,9 @@ def test_ten_steps_without_an_update_are_reported(monkeypatch, capsys, out):
     updates = mock.Mock(side_effect=[counts | {"grad_norm": norm} for norm in norms])
     monkeypatch.setattr(dppo, "train_step", updates)
     run(out, tiny_task(evals=0), steps=30)
-    finite = [norm if math.isfinite(norm) else None for norm in norms]
-    assert recorded(out, "grad_norm") == finite
+    kept = recorded(out, "grad_norm")  # where a norm is not finite, null
+    assert [norm for norm in kept if norm is not None] == list(filter(math.isfinite, norms))
+    assert kept.count(None) == 6
     assert capsys.readouterr().out.count("no update in ten steps: see reward") == 1
 
 
@@ -945,34 +909,21 @@ def visited(rule, *visits):
 
 @pytest.mark.parametrize("objective", ["grpo", "dr_grpo"])
 def test_its_prompts_are_scored_by_what_others_like_them_had_at_their_next_visit(objective):
-    rule = dppo.ProportionalDPPO(Config(objective=objective, prompt_prune_rate=0.5), 40)
-    solved, half, third = [1.0] * 4, [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]
-    visited(rule, ([0, 1, 2, 3, 4], [solved, half, half, [0.0] * 4, third]))
+    rule = dppo.ProportionalDPPO(Config(objective=objective, prompt_prune_rate=0.5), 9)
+    solved, half, none, one = [1.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0]
+    visited(rule, (range(5), [solved, half, half, none, one]))
+    # Of p = 4.05/4.1, 2.05/4.1, 2.05/4.1, 0.05/4.1, 1.05/4.1, this is 9 * 2 sqrt(p (1 - p)).
+    assert rule.bin_of_prompts().tolist() == [1, 8, 8, 1, 7, -1, -1, -1, -1]
     assert rule.memory["visits"].eq(4 * rule.forget).all()  # first visits teach bins nothing
+    visited(rule, ([0, 1], [half, solved]))  # 0 was like 3, and 1 like 2
     guess = 0.1 + 0.9 * ((torch.arange(9).double() + 0.5) / 9) ** 2
-    assert torch.allclose(rule.memory["squares"] / rule.memory["visits"], guess)
-    for _ in range(200):  # those solved teach at their next visit, and those half solved do not
-        rule.memory["right"][:5] = torch.tensor([4.0, 2, 2, 0, 1]).double()
-        rule.memory["wrong"][:5] = torch.tensor([0.0, 2, 2, 4, 3]).double()
-        visited(rule, ([0, 1], [half, solved]))
     square = group_advantages(torch.tensor([half]), objective != "dr_grpo").square().mean()
-    rule.memory["right"][:5] = torch.tensor([4.0, 2, 2, 0, 1]).double()
-    rule.memory["wrong"][:5] = torch.tensor([0.0, 2, 2, 4, 3]).double()
-    spread = (
-        2 * (4.05 * 0.05) ** 0.5 / 4.1
-    )  # of prompt 0, and of prompt 3: (prior + 4)/(2 prior + 4)
-    bins = [int(9 * spread), 8, 8, int(9 * spread), int(9 * 2 * (1.05 * 3.05) ** 0.5 / 4.1)]
-    assert rule.bin_of_prompts().tolist() == bins + [-1] * 35
-    n, left = sum(rule.forget**i for i in range(200)), 4 * rule.forget**201
-    learned = [
-        (left * guess[bin_] + n * of_bin) / (left + n)
-        for bin_, of_bin in ((bins[0], square), (8, 0.0))
-    ]
-    learned = [*learned, learned[1], learned[0], guess[bins[4]]]
+    left = 4 * rule.forget**2  # of the guess, which was worth four visits
+    like_1, like_0 = left * guess[8] / (left + 1), (left * guess[1] + square) / (left + 1)
     with mock.patch.object(dppo, "proportional_probabilities") as asked:
         rule.prompt_probabilities()
     scores, rate, floor = asked.call_args.args
-    assert scores[:5].tolist() == pytest.approx([float(square) ** 0.5 for square in learned])
+    assert scores[2:5].allclose(torch.stack([like_1, like_0, guess[7]]).sqrt())
     assert scores[5:].isnan().all() and (rate, floor) == (0.5, rule.floor)
 
 
@@ -994,8 +945,7 @@ def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
         dppo.ProportionalDPPO(Config(), 4),
         ([0, 1], [[1.0, 0.0, 0.0, 1.0], [0.0] * 4]),
         ([0], [[1.0, 1.0, 0.0, math.nan]]),  # two of three: what is missing is taken to be alike
-        ([0, 2], [[1.0] * 4, [-1.0, 3.0, 0.5, 0.0]]),
-        ([1, 1], [[1.0] * 4] * 2),  # twice in a window
+        ([0, 1, 1, 2], [[1.0] * 4] * 3 + [[-1.0, 3.0, 0.5, 0.0]]),  # 1 is twice in a window
         ([3], [[math.nan] * 4]),  # without any reward, all are taken to be wrong
     )
     decay = rule.decay
@@ -1003,13 +953,10 @@ def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
     assert rule.memory["right"].tolist() == pytest.approx(right)
     wrong = [decay * (decay * 2 + 4 / 3), decay**2 * 4, 2.5, 4]
     assert rule.memory["wrong"].tolist() == pytest.approx(wrong)
-    before = {name: rule.forget * rule.memory[name].sum() for name in ("visits", "squares")}
-    visited(rule, ([0], [[math.nan] * 4]))
-    assert all(rule.memory[name].sum() == pytest.approx(before[name]) for name in before)
     bin_ = rule.bin_of_prompts()[0]
-    old = {name: rule.forget * rule.memory[name][bin_] for name in before}
+    old = {name: rule.forget * rule.memory[name][bin_] for name in ("visits", "squares")}
     half = [1.0, 0.0, math.nan, math.nan]  # of A two are 0
-    visited(rule, ([0, 0], [half, [1.0] * 4]))  # both in the bin of before the step
+    visited(rule, ([0, 0, 0], [half, [1.0] * 4, [math.nan] * 4]))  # the last teaches nothing
     square = group_advantages(torch.tensor([half])).square().mean()
     assert rule.memory["visits"][bin_] == pytest.approx(old["visits"] + 2)
     assert rule.memory["squares"][bin_] == pytest.approx(old["squares"] + square)
@@ -1039,16 +986,14 @@ def test_draws_and_seeds_have_random_numbers_of_their_own(monkeypatch, tmp_path)
 
 
 # ==== 7. Rollout ====
-QWEN_GENERATION = {"do_sample": True, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5}
-QWEN_GENERATION |= {"min_p": 0.2, "no_repeat_ngram_size": 1, "eos_token_id": [1, 12]}
-QWEN_GENERATION |= {"cache_implementation": "static", "num_beams": 2}
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_samples_have_the_probabilities_that_are_trained_whatever_the_model_s_defaults(temperature):
     task, prompt, draws = tiny_task(), [5, 4, 3, 7], 8000
     task.model = tiny_model(torch.float32, vocab_size=80, initializer_range=0.1)  # top_k is 50
-    task.model.generation_config = transformers.GenerationConfig(**QWEN_GENERATION)
+    others = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "eos_token_id": [1, 12]}
+    others |= {"min_p": 0.2, "no_repeat_ngram_size": 1, "do_sample": True, "num_beams": 2}
+    others["cache_implementation"] = "static"
+    task.model.generation_config = transformers.GenerationConfig(**others)
     config = Config(temperature=temperature, max_completion_tokens=1)
     torch.manual_seed(0)
     sequences, _ = dppo.sample(task, [prompt], draws, config)
@@ -1062,7 +1007,6 @@ def test_samples_have_the_probabilities_that_are_trained_whatever_the_model_s_de
 
 @pytest.mark.parametrize("end_ids", [[1, 12], [0], []])
 def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are_trained(end_ids):
-    """Prompts of 1 to 30 tokens, completions of 1 to 40 that leave the batch as they end."""
     task = tiny_task()
     task.end_ids = end_ids
     prompts = [(task.train[1]["prompt_ids"] * 9)[:length] for length in (3, 30, 1, 17, 8)]
@@ -1080,22 +1024,16 @@ def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 48}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}
 NTK = {"rope_parameters": {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 100.0}}
 NTK |= {"max_position_embeddings": 48}
-OPT = {"tie_word_embeddings": False, "init_std": 0.4}
 MODELS = [
     ("Qwen2ForCausalLM", {"use_cache": False}, None),
     ("GPT2LMHeadModel", {}, None),
     ("Gemma3ForCausalLM", {"sliding_window": 8}, None),
-    ("MistralForCausalLM", {"sliding_window": 8}, None),
     ("Qwen3ForCausalLM", {"rope_parameters": YARN | {"rope_theta": 1e4}}, None),
     ("GPT2LMHeadModel", {"max_position_embeddings": 63}, "index out of range"),
     ("LlamaForCausalLM", NTK, "differ by"),
-    ("Phi3ForCausalLM", LONG, "differ by"),
-    ("OPTForCausalLM", OPT, "differ by"),  # ignores position ids
+    ("OPTForCausalLM", {"tie_word_embeddings": False}, "differ by"),  # ignores position ids
     ("GraniteForCausalLM", {"logits_scaling": 1.1}, "scaled, capped"),
     ("Qwen3NextForCausalLM", {}, "Attention"),  # has another cache
 ]
@@ -1117,10 +1055,6 @@ def test_only_models_that_sample_as_they_are_trained_are_accepted(name, more, re
         dppo.check_sampling(task, config)
 
 
-def test_attention_of_cudnn_is_off():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 @pytest.mark.parametrize("change", ["alternating", "NaN", "padding"])
 def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypatch):
     def changed(task, prompts, samples, config):
@@ -1136,16 +1070,13 @@ def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypat
 
 
 # ==== 8. Rewards ====
-GRADES = [("gsm8k", "19", "18.", 0), ("gsm8k", "0", 0, 1), ("gsm8k", "18", 18.0, 1)]
-GRADES += [("exact", " ab\n", "ab", 1), ("exact", "b", "ab", 0), ("exact", "0", 0, 1)]
-GRADES += [("exact", "ab b", "ab", 0), ("exact", "A", "a", 0), ("exact", "0124", "124", 0)]
-GRADES += [("exact", "", "", None), ("exact", "None", None, None)]
-GRADES += [("exact", "<think>ab</think>\nb", "b", 1), ("gsm8k", "<think>5</think>", "5", 0)]
-GRADES += [("gsm8k", "<think>5 + 13 = 18", "18", 0), ("gsm8k", "5</think>18", "18", 1)]
-GRADES += [("gsm8k", "<think>1</think>2<think>3", "2", 0), ("gsm8k", "a <b> 18", "18", 1)]
-NUMBERS = {
-    18: ["#### 18.0", "x\n#### 18", "18", "####18", r"\boxed{18}", "#### 5 + 13 = 18", "(18)"]
-}
+GRADES = {"gsm8k": [("19", "18.", 0), ("0", 0, 1), ("18", 18.0, 1), ("a <b> 18", "18", 1)]}
+GRADES["gsm8k"] += [("<think>5</think>", "5", 0), ("<think>5 + 13 = 18", "18", 0)]
+GRADES["gsm8k"] += [("5</think>18", "18", 1), ("<think>1</think>2<think>3", "2", 0)]
+GRADES["exact"] = [(" ab\n", "ab", 1), ("b", "ab", 0), ("0", 0, 1), ("ab b", "ab", 0)]
+GRADES["exact"] += [("A", "a", 0), ("0124", "124", 0), ("", "", None), ("None", None, None)]
+GRADES["exact"] += [("<think>ab</think>\nb", "b", 1)]
+NUMBERS = {18: ["#### 18.0", "x\n#### 18", "####18", r"\boxed{18}", "#### 5 + 13 = 18", "(18)"]}
 NUMBERS |= {-31: ["- 31", r"-\$31", "\N{MINUS SIGN}31.", "\N{EN DASH}31", "#### -31", "$-31$"]}
 NUMBERS[9500] = ["9,500", "9{,}500", r"9\,500", r"9,\!500", "9\u2009500", "$9,500.00", "9.5e3"]
 NUMBERS |= {0.5: [".5", ".50 %", "50e-2"], 90: [r"90^\circ", "90°", r"$90^{\circ}$", "**90**"]}
@@ -1156,23 +1087,22 @@ NO_NUMBER += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"#### (3,4)", "one", "", 
 NO_NUMBER += ["(100,200)", "(2,251,252)", r"\boxed{2\sqrt{3}}", r"\boxed{\frac34}", "x \\geq 5"]
 NOT_ONLY = ["5!", "± 7", "x = 5", "9 hours", "10-12", "6 - 5i", "< 5", "a 5", "#### 5 apples"]
 NOT_ONLY += [r"\boxed{5x - 7y + 4 = 0}", "#### x != 3", r"\boxed{x=1,y=2}", "0,500", "1234,567"]
-COMPLETIONS = {
-    18: ["so 18 eggs.", "#### 18 dollars a day (9 at $2)", "18!", "- 18 eggs", "$18/day"]
-}
-COMPLETIONS |= {
-    -2: ["#### 7\n#### -2 and 3", "The answer is - 2"],
-    3: ["3e", "5-3", "5 - 3", "2: 3"],
-}
-COMPLETIONS |= {7: ["7 #### \u0663", r"I get \boxed{7\text{ m}^2}, not 8"], math.inf: ["9" * 5000]}
+COMPLETIONS = {18: ["so 18 eggs.", "#### 18 dollars a day (9 at $2)", "- 18 eggs", "$18/day"]}
+COMPLETIONS |= {-2: ["#### 7\n#### -2 and 3", "The answer is - 2"]}
+COMPLETIONS |= {3: ["3e", "5-3", "5 - 3", "2: 3"], math.inf: ["9" * 5000]}
+COMPLETIONS |= {7: ["7 #### \u0663", r"I get \boxed{7\text{ m}^2}, not 8"]}
 
 
-@pytest.mark.parametrize("reward, completion, answer, grade", GRADES)
-def test_rewards_compare_with_an_answer_if_there_is_one(reward, completion, answer, grade):
-    for given in (completion, [{"role": "assistant", "content": completion}]):
-        assert dppo.REWARDS[reward](["?"], [given], answer=[answer], level=[1]) == [grade]
-        begun = [[{"role": "assistant", "content": "<think>\nWell, "}]]  # which does not end
+@pytest.mark.parametrize("name", GRADES)
+def test_rewards_compare_with_an_answer_if_there_is_one(name):
+    reward = dppo.REWARDS[name]
+    begun = [[{"role": "assistant", "content": "<think>\nWell, "}]]  # which does not end
+    for completion, answer, grade in GRADES[name]:
+        message = [{"role": "assistant", "content": completion}]
+        for given in (completion, message):
+            assert reward(["?"], [given], answer=[answer], level=[1]) == [grade], completion
         if grade == 1 and "</think>" not in completion:
-            assert dppo.REWARDS[reward](begun, [given], answer=[answer]) == [0]
+            assert reward(begun, [message], answer=[answer]) == [0], completion
 
 
 def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else():
@@ -1209,7 +1139,6 @@ def short(prompts, completions, **columns):
 
 two_values = mock.Mock(return_value=[0.0, 0.0])
 as_dict = mock.Mock(return_value={0: 1.0})
-takes_chats_for_text = mock.Mock(side_effect=AttributeError("'list' object has no 'lower'"))
 
 
 def save_model(model, path, chat_template=None):
@@ -1263,15 +1192,12 @@ def refusal(main, capsys, monkeypatch):
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1="}]}]
-NO_MESSAGE = [{"from": "human", "value": "1="}]
 BAD_DATA = [
     ({"answer": "B"}, "", "0 of 1 rows can be graded: choose another --reward or --answer_column"),
     ({"answer": "1"}, "--reward test_dppo:as_dict", "1 finite numbers or None, not {0: 1.0}"),
     ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
-    ({"answer": True}, "--reward exact", "answer was read as bool"),
     ({"answer": "2024-01-31"}, "--reward exact", "answer was read as timestamp"),
     ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
-    ({"question": NO_MESSAGE, "answer": "1"}, "", "a message needs a role and a text"),
     ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
     ({"question": ["1="], "answer": "1"}, "", "a message needs a role and a text"),
     ({"answer": "1"}, "--dataset test_dppo.py", "is a file, but none of parquet, csv, tsv, json"),
@@ -1296,17 +1222,12 @@ def test_a_model_has_all_end_ids_rotary_frequencies_in_float32_and_no_code(user,
     [checks] = spy(monkeypatch, "check_sampling")
     task = dppo.load_task(Config(**user))
     assert len(checks) == 1 and task.model.dtype == torch.bfloat16
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert task.end_ids == [1, 7, 12]  # that of the tokenizer, and the model's
     assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
     options = [kind.from_pretrained.call_args.kwargs for kind in kinds]
     assert [of_kind["trust_remote_code"] for of_kind in options] == [False, False]
     assert options[1]["attn_implementation"] == "sdpa"
-
-
-def test_what_a_reward_raises_has_a_note_on_chats(user):
-    with pytest.raises(AttributeError, match="'list' object") as error:
-        dppo.load_task(Config(**user, reward="test_dppo:takes_chats_for_text"))
-    assert "dppo.text_of" in error.value.__notes__[0]
 
 
 CHAT_TEMPLATE = (
@@ -1328,51 +1249,40 @@ def test_examples_have_the_columns_of_the_data_and_long_prompts_are_left_out(tmp
     expected = {"prompt": "7\n\n12", "prompt_ids": tiny_tokenizer().encode("7\n\n12")}
     expected |= {"question": "12", "level": 5, "answer": "3", "solution": "3"}
     assert example == expected  # our rewards take what is named
-
-
-def test_a_reward_of_one_s_own_gets_the_columns_as_they_are(tmp_path):
-    row = {"prompt": "1=", "answer": "one", "solution": "", "of": {"label": 3}}
-    data = write_rows(tmp_path / "a.jsonl", [row])
-    for column in ("solution,answer", "of.label", "no"):
+    row = {"prompt": "1=", "answer": "one", "of": {"label": 3}}
+    data = write_rows(tmp_path / "b.jsonl", [row])
+    for column, more in {"of.label": {"solution": 3}, "no": {}}.items():  # one's own: as they are
         [example] = load(data, reward="test_dppo:short", answer_column=column)
-        assert example == row | {"prompt_ids": tiny_tokenizer().encode("1=")}
-    data = write_rows(tmp_path / "b.jsonl", [{"prompt": "1=", "of": {"label": 3}}])
-    [example] = load(data, reward="test_dppo:short", answer_column="of.label")
-    assert (example["answer"], example["solution"], example["of"]) == (3, 3, {"label": 3})
+        assert example == row | more | {"prompt_ids": tiny_tokenizer().encode("1=")}
 
 
 def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, capsys, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": f"{i}="} for i in range(9)])
-    slices = {"train": range(9), "train[6:]": [6, 7, 8], "train[:2]+train[-1:]": [0, 1, 8]}
-    for kind, (slice_, numbers) in itertools.product(("parquet", "csv", "json"), slices.items()):
-        getattr(rows, f"to_{kind}")(tmp_path / f"a.{kind}")
-        examples = load(f"{tmp_path}/a.{kind}:{slice_}", reward="test_dppo:short")
-        assert sorted(example["prompt"] for example in examples) == [f"{i}=" for i in numbers]
+    rows.to_parquet(tmp_path / "a.parquet")
+    examples = load(f"{tmp_path}/a.parquet:train[:2]+train[-1:]", reward="test_dppo:short")
+    assert sorted(example["prompt"] for example in examples) == ["0=", "1=", "8="]
     text = "prompt,answer\n1=,0124\n2=,\n3=,NA\n4=,true\n5=,1e5\n6=,18.50\n"
-    for name in ("a b:[1].csv", "a.CSV", "a.tsv", "a:b.csv:train"):
-        path = tmp_path / name.removesuffix(":train")
-        path.write_text(text.replace(",", "\t") if name == "a.tsv" else text)
-        found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{name}", reward="exact")}
+    specs = {"a b:[1].csv": "a b:[1].csv", "a.CSV": "a.CSV", "a.tsv": "a.tsv"}
+    specs |= {"a:b.csv": "a:b.csv:train", "folder/train.csv": "folder"}
+    for name, spec in specs.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text.replace(",", "\t") if name == "a.tsv" else text)
+        found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{spec}", reward="exact")}
         assert found == {"1=": "0124", "3=": "NA", "4=": "true", "5=": "1e5", "6=": "18.50"}
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "train.csv").write_text(text)
-    found = [row["answer"] for row in load(f"{tmp_path}/folder", reward="exact")]
-    assert sorted(found) == ["0124", "18.50", "1e5", "NA", "true"]
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": null}\n')
     assert [row["answer"] for row in load(f"{tmp_path}/a.jsonl.gz", reward="gsm8k")] == [7]
+    assert "/a.jsonl.gz: 1 of 2 rows can be graded, 1 different" in capsys.readouterr().out
     (tmp_path / "c.csv").write_text("prompt,answer\n1=,7,000\n")
     with pytest.raises(ValueError, match="Length of header"):
         load(f"{tmp_path}/c.csv", reward="exact")
-    assert "/a.jsonl.gz: 1 of 2 rows can be graded, 1 different" in capsys.readouterr().out
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
-    load("https://host/a.json:train[:9]", reward="test_dppo:short")
-    expected = mock.call("json", split="train[:9]", data_files={"train": "https://host/a.json"})
-    assert datasets.load_dataset.mock_calls == [expected]
-    datasets.load_dataset.reset_mock()
-    load("openai/gsm8k:main:train[:9]", reward="test_dppo:short")
-    expected = mock.call("openai/gsm8k", "main", split="train[:9]")
-    assert datasets.load_dataset.mock_calls == [expected]
+    url, split = "https://host/a.json", "train[:9]"
+    calls = {f"{url}:{split}": mock.call("json", split=split, data_files={"train": url})}
+    calls["openai/gsm8k:main:train[:9]"] = mock.call("openai/gsm8k", "main", split=split)
+    for spec, call in calls.items():
+        load(spec, reward="test_dppo:short")
+        assert datasets.load_dataset.mock_calls[-1] == call
 
 
 def test_without_a_split_one_trains_on_train_and_evaluates_on_test(user, monkeypatch):
@@ -1398,12 +1308,11 @@ def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
     assert [len(examples) for examples in task.evals.values()] == [3, 2]
 
 
-def test_a_chat_that_the_assistant_ends_is_continued(tmp_path):
-    model, tokenizer = save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE), tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", "9{% endfor %}")
+def test_a_chat_that_the_assistant_ends_is_continued():
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("{% endfor %}", "9{% endfor %}"))
     chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
     for prompt, expected in ((chat, "1293"), (chat[:1], "129="), ("12", "129=")):
-        _, ids = dppo.encode_prompt(prompt, Config(model=model, dataset="x"), tokenizer)
+        _, ids = dppo.encode_prompt(prompt, Config(model="x", dataset="x"), tokenizer)
         assert tokenizer.decode(ids) == expected
 
 
@@ -1418,17 +1327,15 @@ def test_reasoning_that_the_template_begins_must_end_to_be_graded():
 
 
 def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion(user, tmp_path):
-    """Base models have another eos. A character that is no token of its own ends nothing."""
-    tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("{% endfor %}", "=<turn>5{% endfor %}"))
+    tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    for after, ends in (("5", set()), ("{{ raise_exception('no') }}", set()), ("=<turn>5", {13})):
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", after + "{% endfor %}")
+        assert dppo.turn_end(tokenizer) == ends
+    assert dppo.turn_end(tiny_tokenizer()) == set()
     for part in (tiny_model(torch.float32, vocab_size=14, eos_token_id=[12, 7]), tokenizer):
         part.save_pretrained(tmp_path)
     assert dppo.load_task(Config(**user | {"model": str(tmp_path)})).end_ids == [1, 7, 12, 13]
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", "5{% endfor %}")
-    assert dppo.turn_end(tokenizer) == dppo.turn_end(tiny_tokenizer()) == set()
-    for template in ("{{ raise_exception('no assistant') }}", "<turn>"):
-        tokenizer.chat_template = template
-        assert dppo.turn_end(tokenizer) == set()
 
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
@@ -1461,8 +1368,6 @@ def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(eval_pro
 
 
 def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkeypatch):
-    """Of 9 digits and more, some sorted answers have mistakes."""
-
     def train_step(model, optimizer, sequences, *_):
         model.lm_head.weight.data += sum(sequences[0].completion)
 
@@ -1481,7 +1386,7 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
         for prompt, (*digits, end) in sequences:
             assert end == tokenizer.eos_token_id
             wrong.add((len(digits) < 9, digits != sorted(prompt[:-1])))
-    assert wrong == {(True, False), (False, False), (False, True)}
+    assert wrong == {(True, False), (False, False), (False, True)}  # some answers of 9 and more
 
 
 # ==== 12. Settings ====
@@ -1489,7 +1394,6 @@ BAD_SETTINGS = [
     ("--group_size 1", "--group_size 1 must"),
     ("--method dpo", "--method dpo is not one of "),
     ("--method test_dppo", "it cannot be called; write module:name"),
-    ("--reward test_dppo", "it cannot be called; write module:name"),
     ("--system_prompt x", "--model or --dataset is missing"),
     ("--output_dir {run}", "{run} exists: name another --output_dir"),
     ("--resume {run}", "{run}/checkpoint.pt cannot be read: [Errno 2] No such file"),
@@ -1519,43 +1423,28 @@ def test_settings_that_would_train_on_nonsense_are_refused():
 
 
 # ==== 13. Runs ====
-def records(out):
-    """The records of a run, but for what differs between two runs that are the same."""
-    aside = {"cumulative_seconds", "rollout_seconds", "train_seconds", "evaluation"}
-    kept = []
-    for record in metrics(out):
-        kept.append({name: record[name] for name in record.keys() - aside})
-    return kept
-
-
-def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, capsys, tmp_path):
+def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     [evaluations] = spy(monkeypatch, "evaluate")
     before = run(tmp_path / "one", steps=5, eval_every=2, learning_rate=0.0)["before"]
     assert [result for _, result in evaluations] == [before] * 4
     kept = {line["step"]: line.get("evaluation") for line in metrics(tmp_path / "one")}
     assert kept == {0: before, 1: None, 2: before, 3: None, 4: before, 5: before}
-    printed = re.findall(r"^step (\d): accuracy 0\.17$", capsys.readouterr().out, re.MULTILINE)
-    assert printed == ["0", "2", "4", "5"]
     assert run("", steps=0)["after"] == before and len(evaluations) == 5
     [folder] = (tmp_path / "runs").iterdir()  # without --output_dir
-    assert summary_of(folder)["after"] == before
+    assert (folder / "summary.json").exists()
 
 
-def test_an_evaluation_is_of_all_prompts_in_parts_with_the_settings_of_training(monkeypatch):
+def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(monkeypatch, out):
     [calls] = spy(monkeypatch, "sample")
-    task, config = tiny_task(evals=5), Config(rollout_batch_size=9, max_completion_tokens=2)
-    dppo.evaluate(task, config)
-    ids = [example["prompt_ids"] for example in task.evals["some"]]
-    assert [call.prompts for call, _ in calls] == [ids[:2], ids[2:4], ids[4:]]
-    assert all(call.samples == 4 and call.config is config for call, _ in calls)
-
-
-def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(out):
     graded = iter([[1, 0, 0, 0], [1, 1, 0, None, 1, 0], [None] * 2])
     task = tiny_task(lambda prompts, **_: next(graded, [None] * len(prompts)))
     task.evals = {"one": task.train[:2], "two": task.train[:3], "three": task.train[:1]}
-    result = dppo.evaluate(task, Config(eval_samples=2))
+    config = Config(eval_samples=2, rollout_batch_size=5, max_completion_tokens=2)
+    result = dppo.evaluate(task, config)
+    ids = [example["prompt_ids"] for example in task.train[:3]]
+    assert [call.prompts for call, _ in calls] == [ids[:2], ids[:2], ids[2:], ids[:1]]
+    assert all(call.samples == 2 and call.config is config for call, _ in calls)
     means = {"one": {"avg@2": 0.25}, "two": {"avg@2": 0.6}}  # of the rewards that are given
     assert result.items() > means.items() and result["accuracy"] == 4 / 9
     run(out, task, steps=2, objective="dapo")
@@ -1563,21 +1452,8 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(o
         assert "null" in (out / name).read_text() and "NaN" not in (out / name).read_text()
 
 
-@pytest.mark.parametrize("evals, told", [(4, "accuracy: some 0.10 -> 0.20;"), (0, "nothing was")])
-def test_the_last_line_says_what_was_evaluated(evals, told, monkeypatch, capsys, out):
-    results = [{"accuracy": mean, "some": {"avg@4": mean}} for mean in (0.1, 0.2)]
-    monkeypatch.setattr(dppo, "evaluate", mock.Mock(side_effect=results))
-    summary = run(out, tiny_task(evals=evals), steps=1)
-    assert [summary["before"], summary["after"]] == results
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(told) and last.endswith(f"results are in {out}")
-
-
-NORMS = [([0.5], 0.5), ([3.0, 0.5], 3.0), ([math.nan, 0.5], math.nan), ([0.5, math.inf], math.inf)]
-
-
-@pytest.mark.parametrize("norms, largest", NORMS)
-def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained(norms, largest):
+@pytest.mark.parametrize("norms", [[0.5], [0.5, 3.0], [0.5, math.nan], [0.5, math.inf]])
+def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained(norms):
     task = tiny_task()
     task.end_ids = [7, 12]
     completions = ([5, 6, 12], [12], [5, 6], [5, 12], [5] * 4, [5] * 5 + [7])
@@ -1589,11 +1465,11 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     step.sequences = [Sequence([2 + i], ids) for i, ids in enumerate(completions)]
     step.means = dppo.Means(length=2.0, unpruned=6.0, prompts_pruned=2.0, pruned=4.0)
     counts = {"completions_trained": 2, "tokens_trained": 9}
-    step.updates = [counts | {"grad_norm": norm, "kl": norm} for norm in norms]
+    step.updates = [counts | {"grad_norm": norm, "kl": norm} for norm in reversed(norms)]
     record = dppo.record_of(step, task)
     expected = {"prompts_seen": 5, "prompts_rolled": 3, "reward": 2 / 3, "weight_max": 3}
     expected |= {"zero_variance_fraction": 1 / 3, "truncated_fraction": 1 / 6}
-    expected |= {"completion_length": (2 * 2 + 2) / 3, "kl": norms[-1], "grad_norm": largest}
+    expected |= {"completion_length": (2 * 2 + 2) / 3, "kl": norms[0], "grad_norm": norms[-1]}
     expected |= {"rollout_worth": 1.5, "prompt_worth": 3, "tokens_trained": 9 * len(norms)}
     of_record = {name: record[name] for name in expected}
     assert of_record == pytest.approx(expected, nan_ok=True)
@@ -1609,24 +1485,25 @@ SMALL |= {"inner_epochs": 2, "learning_rate": 3e-2, "completion_prune_rate": 0.2
 
 def assert_same_run(one, other):
     """The same weights bit for bit, and the same records and results."""
-    first, second = torch.load(one / "checkpoint.pt"), torch.load(other / "checkpoint.pt")
-    for a, b in zip(first["weights"], second["weights"], strict=True):
-        assert torch.equal(a, b)
-    assert records(one) == records(other)
-    first, second = summary_of(one), summary_of(other)
-    assert (first["before"], first["after"]) == (second["before"], second["after"])
+    saved, again = torch.load(one / "checkpoint.pt"), torch.load(other / "checkpoint.pt")
+    assert all(map(torch.equal, saved["weights"], again["weights"]))
+    may_differ = {"cumulative_seconds", "rollout_seconds", "train_seconds", "evaluation"}
+    for record, same in zip(metrics(one), metrics(other), strict=True):
+        assert {name for name in record if record[name] != same.get(name)} <= may_differ
+    first, *_, last = metrics(one)
+    for out in (one, other):
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["before"] == first["evaluation"]
+        assert summary["after"] == last["evaluation"]
 
 
-TWO_PARTS = [(torch.float32, SMALL), (torch.float32, {"objective": "gspo", "beta": 0.1})]
-TWO_PARTS += [
-    (torch.bfloat16, {"learning_rate": 1e-4}),
-    (torch.float32, SMALL | {"history": "first"}),
-]
+TWO_PARTS = [(torch.float32, {"objective": "gspo", "beta": 0.1})]
+TWO_PARTS += [(torch.bfloat16, {"learning_rate": 1e-4})]
+TWO_PARTS += [(torch.float32, SMALL | {"history": "first"})]
 
 
 @pytest.mark.parametrize("dtype, settings", TWO_PARTS)
 def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_path):
-    """The metrics are written anew, from the checkpoint. The model that is saved is the trained."""
     monkeypatch.chdir(tmp_path)
     run(Path("first"), tiny_task(seldom_teaches), **SMALL, steps=9)  # for the history of another
     for out, steps in (("one", 12), ("two", 5), ("two", 12)):
@@ -1655,9 +1532,7 @@ FAILURES += [("record_of", 3, 2)]  # a step without an update
 
 @pytest.mark.parametrize("name, call, step", FAILURES)
 def test_a_run_that_fails_goes_on_as_if_it_had_not(name, call, step, monkeypatch, capsys, tmp_path):
-    """Once, as a judge's server that is away for a moment. A rule may have remembered half."""
-
-    def failing(*inputs, **named):
+    def failing(*inputs, **named):  # once; a rule may then have remembered half
         fails = next(calls) == call
         result = real(*inputs, **named) if name == "remember" or not fails else None
         if fails:
@@ -1684,14 +1559,10 @@ def test_a_run_that_fails_goes_on_as_if_it_had_not(name, call, step, monkeypatch
 
 
 def test_a_process_that_dies_saving_leaves_the_last_checkpoint(monkeypatch, out):
-    def save(saved, path):
-        path.write_bytes(b"half")
-        raise SystemError
-
     run(out, steps=2)
     whole = (out / "checkpoint.pt").read_bytes()
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(SystemError):
+    monkeypatch.setattr(torch, "save", lambda saved, path: path.open("wb").write(saved))
+    with pytest.raises(TypeError):  # by then the file is there, and empty
         run(out, steps=4)
     assert (out / "checkpoint.pt").read_bytes() == whole
 
@@ -1709,8 +1580,6 @@ def test_a_run_of_which_a_file_is_cut_is_refused_and_left_as_it_is(name, out):
 def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
     run(out, steps=2)
     before = [path.read_bytes() for path in out.glob("*.*")]
-    next_day = tiny_task()
-    next_day.train[3]["prompt_ids"] = [5]  # as of a chat template that has the date
     different = {"eval_prompts": 3, "temperature": 0.1, "reward": "test_dppo:short", "seed": 1}
     different |= {"learning_rate": 1e-3, "objective": "dapo", "beta": 0.1}
     for name, value in different.items():
@@ -1723,7 +1592,7 @@ def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
             run(out, other, method=method)
     assert [path.read_bytes() for path in out.glob("*.*")] == before
     new = {"micro_batch_tokens": 100, "rollout_batch_size": 8, "save_every": 1, "eval_every": 1}
-    run(out, next_day, steps=4, **new)
+    run(out, steps=4, **new)
     assert json.loads((out / "config.json").read_text()).items() > new.items()  # from now on
 
 
@@ -1732,24 +1601,20 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     settings = {"method": method, "prompts_per_step": 2, "objective": "dapo"}
     run(tmp_path / "first", tiny_task(prompts=4, evals=0), steps=8, **settings)
     saved = torch.load(tmp_path / "first" / "checkpoint.pt")
-    settings |= {"history": str(tmp_path / "first")}
+    settings |= {"history": str(tmp_path / "first"), "steps": 1}
     with pytest.raises(ValueError, match="another method"):
         run(tmp_path / "other", tiny_task(prompts=4), **settings | {"method": "grpo"})
-    monkeypatch.setattr(torch, "load", mock.Mock(wraps=torch.load))
-    config = Config(**settings, output_dir=str(tmp_path / "second"))
-    task, rule = tiny_task(prompts=4, evals=0), config.rule_class(config, 4)
-    optimizer = dppo.MasterAdam(task.model, 0.0)
-    _, [first] = dppo.start(config, task, rule, optimizer)
+    windows, steps = spy(monkeypatch, "prune_prompts", "dppo_step")
+    for module, name in ((torch, "load"), (transformers, "set_seed")):
+        monkeypatch.setattr(module, name, mock.Mock(wraps=getattr(module, name)))
+    run(tmp_path / "second", tiny_task(prompts=4, evals=0), **settings)
     options = torch.load.call_args.kwargs  # no code can run, and 7 GB are not read for a few MB
     assert options["weights_only"] and options["mmap"]
-    for name, memory in saved["memory"].items():
-        assert memory.equal(rule.memory[name])
-    last = saved["records"][-1]
-    assert first["means"] == dppo.Means(last["means"]["length"])._asdict()  # worth starts anew
-    assert first["step"] == first["updates"] == 0
-    monkeypatch.setattr(transformers, "set_seed", mock.Mock())
-    assert dppo.make_step(first, task, rule, optimizer, None, config)["step"] == 1
-    transformers.set_seed.assert_called_with(last["candidates_so_far"])  # no draw is made twice
+    (trial, _), _ = windows
+    assert all(memory.equal(trial.rule.memory[name]) for name, memory in saved["memory"].items())
+    [(given, _)], last = steps, saved["records"][-1]
+    assert given.means == dppo.Means(last["means"]["length"])  # worth starts anew
+    transformers.set_seed.assert_any_call(last["candidates_so_far"])  # no draw is made twice
 
 
 def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(main, monkeypatch, capsys, out):
@@ -1808,16 +1673,6 @@ def test_of_two_runs_in_a_folder_the_later_is_refused(monkeypatch, out):
         run(out)
 
 
-@pytest.mark.parametrize("threads, own, calls", [(4, 0, [2]), (1, 0, [1]), (4, 1, [])])
-def test_the_embedded_model_takes_half_the_threads(threads, own, calls, user, main, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
-    for name in ("load_task", "train"):
-        monkeypatch.setattr(dppo, name, mock.Mock())
-    main(**user if own else {})
-    assert [call.args[0] for call in torch.set_num_threads.mock_calls] == calls
-
-
 def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, dppo.__file__, "--steps", "40", "--output_dir", str(out)]
@@ -1826,7 +1681,7 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tm
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", told.stdout, re.MULTILINE)
     assert printed == ["0", "10", "20", "30", "40"]
-    summary = summary_of(out)
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.12
     files = ["checkpoint.pt", "config.json", "metrics.jsonl", "model", "summary.json"]
     assert sorted(os.listdir(out)) == files
