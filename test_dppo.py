@@ -313,6 +313,7 @@ def every_weight(*settings, **more):
     return every_result(both_levels)
 
 
+# ---- Step 1: weights have the expectation 1
 @pytest.mark.parametrize("pi", [[0.5] * 4, [0.4] * 5 + [1.0], [0.3, 0.9, 0.2, 0.05], [0, 0.5, 0.2]])
 def test_draw_keeps_each_item_with_its_own_probability(pi):
     pi = torch.tensor(pi, dtype=torch.float64)
@@ -339,6 +340,7 @@ def test_every_weight_has_expectation_one_unless_there_is_no_gradient():
     assert min(map(len, seen)) > 1 and len(set(seen)) == len(seen)
 
 
+# ---- Step 2: the gradient is linear in the shares
 def alone(given, i):
     """(tokens,) losses, whether clipped, KL and entropies of completion i by itself."""
     new, entropies, owner = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
@@ -361,6 +363,7 @@ def test_the_gradient_of_train_step_is_linear_in_the_shares(objective, first):
     assert (clips == 0) == first
 
 
+# ---- Step 3: token losses and Z
 PUBLISHED = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
@@ -394,6 +397,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
     assert bool(gradients[0][A == 0].any()) == (beta > 0)
 
 
+# ---- Step 4: packing
 def test_packing_changes_neither_log_probabilities_nor_gradients():
     """Against a small Qwen3's own forward pass on one sequence at a time. Logits are made of 512
     tokens at a time. Here are more."""
@@ -423,6 +427,7 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
     assert (packed - alone).norm() < 1e-6 * alone.norm()
 
 
+# ---- Step 5: dppo_step in a run
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "dr_grpo"])
 def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective, monkeypatch, out):
     """In a run. The rewards are computed again, from the sequences that train_step gets."""
@@ -481,6 +486,7 @@ def test_later_updates_compare_with_the_policy_that_sampled(monkeypatch, out):
     assert updates[0][1]["kl"] < 1e-6 < updates[-1][1]["kl"]
 
 
+# ---- Step 6: the whole
 ONCE, ONE_TWICE = [0, 1, 2, 3, 4, 5], [0, 1, 0, 4, 2, 5]
 STEPS = [(PAPER, "grpo", 0.0, ONCE), (OURS, "grpo", 0.0, ONCE), (OURS, "grpo", 0.1, ONCE)]
 STEPS += [(PAPER, "gspo", 0.0, ONCE), (OWN, "dapo", 0.0, ONCE)]
