@@ -49,7 +49,6 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -779,8 +778,7 @@ def exact(prompts, completions, answer, **columns):
 
 def gsm8k(prompts, completions, answer, **columns):
     """1 where the numbers agree; None for an answer that is not one number."""
-    read_answer = partial(gsm8k_number, is_answer=True)
-    return graded(prompts, completions, answer, read_answer, gsm8k_number)
+    return graded(prompts, completions, answer, lambda gold: gsm8k_number(gold, True), gsm8k_number)
 
 
 REWARDS = {"exact": exact, "gsm8k": gsm8k}
