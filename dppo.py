@@ -19,7 +19,7 @@ beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, s
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
-    B         number of prompts of the window that are kept and rolled out, at most the limit
+    B         number of prompts of the window that are kept and rolled out
     G         number of completions of a prompt, its group
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
@@ -68,7 +68,7 @@ from tqdm import tqdm
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean. Mean and
     std (divisor n - 1) are of all n rewards that were given: to centre A again after pruning would
-    bias the gradient. A is exactly 0 where these are equal, and for a reward that is missing."""
+    bias the gradient. A is exactly 0 if given rewards are equal, and for a reward that is missing."""
     rewards = rewards.double()
     given = ~rewards.isnan()
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
@@ -199,7 +199,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
 
     A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt of
-    low pi makes its window longer, so over an epoch it counts less, by about (1 - pi)/limit."""
+    low pi makes N larger, so over an epoch it counts less, by a fraction of about (1 - pi)/limit."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
@@ -388,11 +388,11 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
 
 # ---- 4. The step: the paper's algorithm
 class Means(NamedTuple):
-    """Running means over earlier steps, so known before a draw; 0 before the first. The noise of a
-    step, its gradient's second moment, is sum |g_q|^2/(pi_q N^2), g_q being the gradient of a whole
-    group, as if draws were independent; for B prompts without pruning, it is mean |g_q|^2/B. What a
-    rollout is worth is the latter over the former: at worth 2, half as many rollouts give the same
-    expected gradient with about the same noise. A^2 stands in for |g|^2."""
+    """Running means over earlier steps, so known before a draw; 0 before the first. With g_q the
+    gradient of a group, the noise of a step is taken as sum |g_q|^2/(pi_q N^2) over its prompts,
+    without cross terms, and as mean |g_q|^2/B for B unpruned prompts. At equal B, the second over
+    the first is what a rollout is worth: at 2, half as many give about the same noise. A^2 stands
+    in for |g|^2, and pruned completions enter likewise, by w."""
 
     length: float = 0.0  # of a completion
     unpruned: float = 0.0  # noise of a step times its B, had nothing been pruned
@@ -447,8 +447,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
-    # 1. Prune prompts by what is remembered of them, to as many as have the noise that
-    #    prompts_per_step have without pruning, but to no more than these.
+    # 1. Prune prompts by what is remembered of them. Keep just enough for the noise of
+    #    prompts_per_step unpruned prompts, and no more than these.
     limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
