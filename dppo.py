@@ -68,7 +68,7 @@ from tqdm import tqdm
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean. Mean and
     std (divisor n - 1) are of all n rewards that were given: to centre A again after pruning would
-    bias the gradient. A is exactly 0 if given rewards are equal, and for a reward that is missing."""
+    bias the gradient. A is exactly 0 if all given are equal, and for a reward that is missing."""
     rewards = rewards.double()
     given = ~rewards.isnan()
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
@@ -199,7 +199,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
 
     A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt of
-    low pi makes N larger, so over an epoch it counts less, by a fraction of about (1 - pi)/limit."""
+    low pi makes N larger, so over an epoch it counts less, by a share of about (1 - pi)/limit."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
