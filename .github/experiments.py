@@ -231,12 +231,14 @@ def kept(records):
 
 
 def make_runs(name, seeds, task):
-    """Makes the runs of an experiment that are missing: RUNS/name/arm-seed.json of each."""
+    """Makes the runs of an experiment that are missing: RUNS/name/arm-seed.json of each that was
+    not gathered before."""
+    saved = json.loads(RESULTS.read_text()).get("experiments", {}).get(name, {}).get("runs", {})
     measure = dppo.evaluate if name == "digits" else probability
     for seed in seeds:
         for arm, settings in ARMS[name].items():
             path = RUNS / name / f"{arm}-{seed}.json"
-            if path.exists():
+            if path.exists() or str(seed) in saved.get(arm, {}):
                 continue
             settings = (DIGITS if name == "digits" else CALCULATING) | settings | {"seed": seed}
             if settings.get("prompts_per_step", 1) is None:
@@ -399,7 +401,7 @@ def analysis_of_equal_noise(runs):
         result[arm] = {"mean of all evaluations": mean(map(mean_of_curve, runs[arm].values()))}
         result[arm]["noise"] = mean(noise(run, 16) for run in runs[arm].values())
         result[arm]["tokens"] = mean(sum(run["tokens_generated"]) for run in runs[arm].values())
-        if arm == control:
+        if arm == control or len(runs[arm]) == 1:
             continue
         result[arm]["minus control"] = interval(differences(runs, arm, control))
         ratios = []
