@@ -266,8 +266,8 @@ def pack_micro_batches(sequences, indices, config):
 
 def lay_out(sequences, slots):
     """The sequences of some slots -> (slots, length, 3): the token id, the position id, and the
-    index of the sequence if the next token is of its completion, otherwise -1.
-    As position ids restart at 0, transformers' mask for sdpa keeps attention within a sequence."""
+    index of the sequence if the next token is of its completion, otherwise -1. As position ids
+    restart at 0 with every sequence, transformers' mask for sdpa keeps attention within it."""
     tables = []
     for slot in slots:
         tokens, positions, owners = [], [], []

@@ -162,7 +162,6 @@ CALCULATING = {"learning_rate": 1e-5, "warmup_steps": 3, "temperature": 1.0, "st
 CALCULATING |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
 CALCULATING |= {"eval_every": 12, "save_every": 6}
 DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
-NO_PRUNING = {"prompt_prune_rate": 0.0, "completion_prune_rate": 0.0}
 ARMS = {
     "digits": {
         "grpo": {"method": "grpo"},
@@ -180,12 +179,13 @@ ARMS = {
     "equal-noise": {
         "grpo-skip, 16": {"method": "grpo-skip"},
         "grpo-skip, 8": {"method": "grpo-skip", "prompts_per_step": 8},
-        "dppo-proportional": {"method": "dppo-proportional"}
-        | NO_PRUNING
-        | {"prompt_prune_rate": 0.9},
+        "dppo-proportional": {
+            "method": "dppo-proportional",
+            "prompt_prune_rate": 0.9,
+            "completion_prune_rate": 0.0,
+        },
     },
 }
-PROPORTIONAL = "dppo-proportional-*.json"
 SIZES = {"worth": {"easy": 128, "middle": 128, "hard": 128}}
 SIZES |= {"equal-noise": {"easy": 144, "middle": 48, "hard": 192}}
 
@@ -230,23 +230,35 @@ def kept(records):
     return result
 
 
+def runs_of(name):
+    """{arm: {seed: run}} of an experiment's runs that are in RUNS."""
+    runs = {}
+    for path in sorted((RUNS / name).glob("*.json")):
+        arm, _, seed = path.stem.rpartition("-")
+        if seed.isdigit():
+            runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
+    return runs
+
+
 def make_runs(name, seeds, task):
     """Makes the runs of an experiment that are missing: RUNS/name/arm-seed.json of each that was
     not gathered before."""
     saved = json.loads(RESULTS.read_text()).get("experiments", {}).get(name, {}).get("runs", {})
     measure = dppo.evaluate if name == "digits" else probability
-    for seed in seeds:
-        for arm, settings in ARMS[name].items():
+    for arm, of_arm in ARMS[name].items():
+        for seed in seeds:
             path = RUNS / name / f"{arm}-{seed}.json"
             if path.exists() or str(seed) in saved.get(arm, {}):
                 continue
-            settings = (DIGITS if name == "digits" else CALCULATING) | settings | {"seed": seed}
+            settings = (DIGITS if name == "digits" else CALCULATING) | of_arm | {"seed": seed}
             if settings.get("prompts_per_step", 1) is None:
-                runs = [json.loads(path.read_text()) for path in path.parent.glob(PROPORTIONAL)]
+                runs = dict(saved.get("dppo-proportional", {}))
+                runs |= runs_of(name).get("dppo-proportional", {})
                 if len(runs) < 8:
                     continue  # for now
-                rolled = [mean(run["prompts_rolled"]) for run in runs]
-                settings["prompts_per_step"] = round(mean(rolled))
+                settings["prompts_per_step"] = round(
+                    mean(mean(run["prompts_rolled"]) for run in runs.values())
+                )
             folder = path.with_suffix("")
             result = {}
             if name == "worth":
@@ -371,7 +383,7 @@ def analysis_of_digits(runs):
             "noise": round(mean(noise(run, 32) for run in of_seed.values()), 3),
             "seconds": round(mean(run["curve"][-1][1] for run in of_seed.values()), 1),
         }
-        if arm != "grpo-skip" and len(of_seed) > 1:
+        if arm != "grpo-skip":
             result[arm]["minus grpo-skip"] = interval(differences(runs, arm, "grpo-skip"))
             result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
     return result
@@ -401,7 +413,7 @@ def analysis_of_equal_noise(runs):
         result[arm] = {"mean of all evaluations": mean(map(mean_of_curve, runs[arm].values()))}
         result[arm]["noise"] = mean(noise(run, 16) for run in runs[arm].values())
         result[arm]["tokens"] = mean(sum(run["tokens_generated"]) for run in runs[arm].values())
-        if arm == control or len(runs[arm]) == 1:
+        if arm == control:
             continue
         result[arm]["minus control"] = interval(differences(runs, arm, control))
         ratios = []
@@ -420,17 +432,19 @@ ANALYSES |= {"equal-noise": analysis_of_equal_noise}
 
 
 def gather():
-    """Adds the runs that are there to RESULTS, with the analyses of all that it has."""
+    """Adds what is in RUNS to RESULTS, and analyses what has two seeds of every arm."""
     results = json.loads(RESULTS.read_text())
     saved = results.setdefault("experiments", {})
-    for path in sorted(RUNS.glob("*/*.json")):
-        arm, _, seed = path.stem.rpartition("-")
-        if seed.isdigit():
-            runs = saved.setdefault(path.parent.name, {}).setdefault("runs", {})
-            runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
-    for name, of_name in saved.items():
-        if name in ANALYSES:
-            of_name["analysis"] = ANALYSES[name](of_name["runs"])
+    if (RUNS / "group.json").exists():
+        saved["group"] = json.loads((RUNS / "group.json").read_text())
+    for name, analysis in ANALYSES.items():
+        of_name = saved.setdefault(name, {"runs": {}})
+        for arm, of_seed in runs_of(name).items():
+            of_name["runs"].setdefault(arm, {}).update(of_seed)
+        seeds = [len(of_name["runs"].get(arm, {})) for arm in ARMS[name]]
+        of_name.pop("analysis", None)
+        if min(seeds) > 1:
+            of_name["analysis"] = analysis(of_name["runs"])
             print(name, json.dumps(of_name["analysis"], indent=2))
     RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
 
@@ -445,7 +459,7 @@ def main():
     else:
         config = dppo.Config()
         task = calculating(*model, SIZES[name]) if model else dppo.load_task(config)
-        make_runs(name, map(int, seeds.split(",")), task)
+        make_runs(name, [int(seed) for seed in seeds.split(",")], task)
 
 
 if __name__ == "__main__":
