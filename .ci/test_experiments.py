@@ -18,6 +18,7 @@ def run_of(values, tokens=10, rolled=2, noise=1.0):
     run = {"curve": [[step, 0.5 * step, value] for step, value in enumerate(values)]}
     run |= {"tokens_generated": [tokens] * steps, "prompts_rolled": [rolled] * steps}
     run |= {"completions_trained": [3] * steps, "rollout_worth": [2.0] * steps}
+    run |= {"prompt_worth": [1.5] * steps}
     return run | {"noise": [noise] * steps, "noise_of_one": [32.0] * steps}
 
 
@@ -62,4 +63,4 @@ def test_worth_is_that_of_its_formula_and_one_if_all_pi_are_equal():
         "measured": {"48": {"pi": [0.2, 0.5, 1, 0.3], "g": squares, "A": squares}}
     }
     result = experiments.analysis_of_worth({"as it is": {"10": run, "11": run}})
-    assert result["as it is, 1/worth by g^2"] == [0.6, 0.6, 0.6]
+    assert result["as it is"]["1/worth by g^2"] == [0.6, 0.6, 0.6]

@@ -4,7 +4,8 @@
     python .github/experiments.py worth 10,11 MODEL   # MODEL: a folder with SmolLM2-135M-Instruct
     python .github/experiments.py equal-noise 0,1 MODEL
     python .github/experiments.py group 0 MODEL
-    python .github/experiments.py                     # gathers what is there, and analyses it
+    python .github/experiments.py                     # gathers and analyses what is there, and
+                                                      # draws README's picture (matplotlib)
 
 A run that was interrupted goes on where it was. Runs lie in runs/experiments, so several processes
 may make them; gathered, they are in .github/comparison.json, under "experiments". The older results
@@ -53,6 +54,7 @@ import shutil
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import mean, stdev
 from unittest.mock import patch
@@ -64,6 +66,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
 
 RESULTS = Path(__file__).with_name("comparison.json")
+PICTURE = Path(__file__).with_name("weights.png")
 RUNS = Path("runs/experiments")
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
@@ -392,6 +395,7 @@ def analysis_of_digits(runs):
 def analysis_of_worth(runs):
     result = {}
     for arm, of_seed in runs.items():
+        result[arm] = {}
         for by in ("g", "A"):
             of_rule, of_best = [], []  # a seed's mean of the logarithm
             for run in of_seed.values():
@@ -399,10 +403,10 @@ def analysis_of_worth(runs):
                 of_rule.append(mean(math.log(rule) for rule, _ in pairs))
                 of_best.append(mean(math.log(best) for _, best in pairs))
             values = [math.exp(value) for value in interval(of_rule)]
-            result[f"{arm}, 1/worth by {by}^2"] = [round(value, 3) for value in values]
-            result[f"{arm}, of the best by {by}^2"] = round(math.exp(mean(of_best)), 3)
-        worth = mean(run["rollout_worth"][-1] for run in of_seed.values())
-        result[f"{arm}, rollout_worth of the run"] = round(worth, 3)
+            result[arm][f"1/worth by {by}^2"] = [round(value, 3) for value in values]
+            result[arm][f"of the best by {by}^2"] = round(math.exp(mean(of_best)), 3)
+        for name in ("rollout_worth", "prompt_worth"):
+            result[arm][name] = round(mean(run[name][-1] for run in of_seed.values()), 3)
     return result
 
 
@@ -431,6 +435,15 @@ ANALYSES = {"digits": analysis_of_digits, "worth": analysis_of_worth}
 ANALYSES |= {"equal-noise": analysis_of_equal_noise}
 
 
+def table(analysis):
+    """{arm: {measure: value}} as a table in markdown, an arm a line."""
+    names = list(dict.fromkeys(chain(*analysis.values())))
+    lines = [["", *names], ["---"] * (1 + len(names))]
+    for arm, values in analysis.items():
+        lines.append([arm, *(str(values.get(name, "")) for name in names)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def gather():
     """Adds what is in RUNS to RESULTS, and analyses what has two seeds of every arm."""
     results = json.loads(RESULTS.read_text())
@@ -445,8 +458,46 @@ def gather():
         of_name.pop("analysis", None)
         if min(seeds) > 1:
             of_name["analysis"] = analysis(of_name["runs"])
-            print(name, json.dumps(of_name["analysis"], indent=2))
+            print(f"\n{name}\n{table(of_name['analysis'])}")
     RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
+    draw_picture(results)
+
+
+def draw_picture(results):
+    """README's picture: what the weights are for, and accuracy over completions generated."""
+    import matplotlib.pyplot as plt
+
+    plt.rc("font", size=11)
+    plt.rc("axes", titleweight="bold", titlesize=12)
+    colours = {"grpo": "black", "grpo-skip": "0.5", "dppo": "#0072B2", "CPPO": "#E69F00"}
+    colours |= {"dppo-proportional": "#009E73", "dppo without weights": "#D55E00"}
+    fig, panels = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
+    curves = {}  # (panel, method): (seeds, evaluations, 2)
+    guesses = results["runs"]["small Qwen3 guesses or passes"]
+    for name in ("grpo", "dppo", "dppo without weights", "CPPO"):
+        of_seeds = [[point[::2][:2] for point in run["curve"]] for run in guesses[name].values()]
+        curves[0, name] = torch.tensor(of_seeds)
+    for name in ("grpo-skip", "dppo", "dppo-proportional"):
+        of_seeds = []
+        for run in results["experiments"]["digits"]["runs"][name].values():
+            made = [0, *accumulate(8 * count / 1000 for count in run["prompts_rolled"])]
+            of_seeds.append([(made[step], accuracy) for step, _, accuracy in run["curve"]])
+        curves[1, name] = torch.tensor(of_seeds)
+    shifts = {(0, "grpo"): -6, (0, "dppo"): 7, (0, "dppo without weights"): 0, (0, "CPPO"): -24}
+    shifts |= {(1, "grpo-skip"): -12, (1, "dppo"): 3, (1, "dppo-proportional"): 12}
+    for (panel, name), of_seeds in curves.items():
+        for curve, width in [*zip(of_seeds, [0.6] * 8), (of_seeds.mean(dim=0), 3)]:
+            panels[panel].plot(*curve.T, color=colours[name], linewidth=width)
+        place = {"xytext": (6, shifts[panel, name]), "textcoords": "offset points", "va": "center"}
+        text = name.replace(" weights", "\nweights")
+        panels[panel].annotate(text, curve[-1], color=colours[name], weight="bold", **place)
+    panels[0].set(title="Without weights, a model guesses", xlabel="step", xlim=(0, 166))
+    panels[0].set(ylabel="guesses where passing pays more", xticks=range(0, 101, 25))
+    panels[0].set(ylim=(-0.06, 1.05), yticks=[0, 0.25, 0.5, 0.75, 1])
+    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 98), ylim=(0.4, 0.95))
+    panels[1].set(xlabel="completions generated, thousands", ylabel="accuracy, digits")
+    panels[1].set(xticks=range(0, 61, 20))
+    fig.savefig(PICTURE, dpi=140)
 
 
 def main():
