@@ -66,7 +66,7 @@ CHANGES = r"""
 # rounding makes a low set: floor_of
 - scores.nanmean() * (1 - 1e-6)
 + scores.nanmean()
-# the lowest pruned for certain: own_prob
+# the lowest pruned for certain: floor_of
 - pi[low] = (count - pruned) / max(1, count)
 + pi[low.nonzero().squeeze(1)[:pruned]] = 0.0
 # zeros count in the mean of completions: gradient_go_first
@@ -167,7 +167,7 @@ CHANGES = r"""
 # a bin's score is the mean square itself: next_visit
 - (self.memory["squares"] / self.memory["visits"]).sqrt()[place]
 + (self.memory["squares"] / self.memory["visits"])[place]
-# a group without any reward teaches a bin: sums_successes
+# a group without any reward teaches a bin: next_visit
 - if place[q] >= 0 and not group.isnan().all():
 + if place[q] >= 0:
 # the next window starts anew: every_epoch
