@@ -411,7 +411,7 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
     given, made = Given(micro_batch_tokens=2000), []
     given.model.lm_head.register_forward_hook(lambda *call: made.append(len(call[2])))
     sequences = [Sequence(prompt, 20 * completion) for prompt, completion in given.sequences]
-    model, packed, alone = given.model, 0.0, 0.0
+    model, packed, separate = given.model, 0.0, 0.0
     micro_batches, _ = dppo.pack_micro_batches(sequences, range(6 * G), given.config)
     assert sum(lengths_of(sequences)) > 512 * len(micro_batches)
     assert min(len(micro_batches), max(map(len, micro_batches[0]))) > 1
@@ -428,10 +428,10 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
             assert torch.allclose(logprobs[owner == i], expected, atol=1e-4)
             assert torch.allclose(entropies[owner == i], entropy, atol=1e-4)
             packed += (1 + i) * logprobs[owner == i].sum()
-            alone += (1 + i) * expected.sum()
+            separate += (1 + i) * expected.sum()
     assert max(made) == 512
-    packed, alone = flat_gradient(packed, model), flat_gradient(alone, model)
-    assert (packed - alone).norm() < 1e-6 * alone.norm()
+    packed, separate = flat_gradient(packed, model), flat_gradient(separate, model)
+    assert (packed - separate).norm() < 1e-6 * separate.norm()
 
 
 # ---- Step 5: dppo_step in a run
@@ -441,35 +441,33 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
     windows, draws, updates = spy(monkeypatch, "prune_prompts", "prune_completions", "train_step")
     remember = mock.Mock(side_effect=dppo.DPPO.remember, autospec=True)
     monkeypatch.setattr(dppo.DPPO, "remember", lambda *visit: remember(*visit))
-    task, m = tiny_task(seldom_teaches, prompts=24), None
+    task = tiny_task(seldom_teaches, prompts=24)
     settings = {"objective": objective, "prompt_prune_rate": 0.9, "completion_prune_rate": 0.3}
     run(out, task, prompts_per_step=8, inner_epochs=2, steps=16, **settings)
-    assert max(N for _, (N, _, _) in windows) > 8
-    for n, (update, _) in enumerate(updates):
-        (window, (N, prompts, w_q)), (drawn, w_qi) = windows[1 + n // 2], draws[n]
-        means = dppo.Means(**metrics(out)[n // 2]["means"])  # before; windows[0] is a trial
-        assert window.limit == round(8 / max(1, means.worth(means.pruned)))
-        ids, completions = zip(*update.sequences)
-        assert list(ids[:: w_qi.shape[1]]) == [task.train[q]["prompt_ids"] for q in prompts]
+    records, all_weights = metrics(out), []
+    for n, (window, (N, prompts, w_q)) in enumerate(windows[1:]):  # the first is a trial
+        before, after = [dppo.Means(**record["means"]) for record in records[n : n + 2]]
+        assert window.limit == round(8 / max(1, before.worth(before.pruned)))
+        of_step = slice(2 * n, 2 * n + 2)  # two updates
+        sequences, A = updates[2 * n][0].sequences, updates[2 * n][0].advantages
+        ids = [sequence.prompt for sequence in sequences]
+        assert ids[:: A.shape[1]] == [task.train[q]["prompt_ids"] for q in prompts]
         examples = [{"prompt": prompt} for prompt in task.tokenizer.batch_decode(ids)]
-        rewards = dppo.reward_completions(task, examples, update.sequences).view_as(w_qi)
-        assert torch.equal(update.advantages, group_advantages(rewards, objective != "dr_grpo"))
-        assert drawn.prompt_weights is w_q and drawn.advantages is update.advantages
-        _, *visit = remember.call_args_list[n // 2].args
-        assert all(map(torch.equal, visit, (prompts, rewards, update.advantages)))
-        lengths = torch.tensor([len(ids) for ids in completions]).double().view_as(w_qi)
-        own = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
-        m = m or own
-        Z = {"grpo": lengths, "dapo": m, "dr_grpo": update.config.max_completion_tokens}[objective]
-        w = w_q[:, None] * w_qi
-        assert torch.allclose(update.shares, w / (N * w.shape[1] * Z))
-        assert n % 2 == 1 or recorded(out, "weight_max")[n // 2] == w.max()  # of the first
-        if n % 2:  # the second update of a step
-            m = 0.9 * m + 0.1 * own
-        else:
-            means = means.after(N, w_q, w, update.advantages, lengths)
-            assert means._asdict() == metrics(out)[n // 2 + 1]["means"]
-    assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
+        rewards = dppo.reward_completions(task, examples, sequences).view_as(A)
+        assert torch.equal(A, group_advantages(rewards, objective != "dr_grpo"))
+        _, *visit = remember.call_args_list[n].args
+        assert all(map(torch.equal, visit, (prompts, rewards, A)))
+        lengths = torch.tensor(lengths_of(sequences)).double().view_as(A)
+        Z = {"grpo": lengths, "dapo": before.length or lengths.mean(), "dr_grpo": 8}[objective]
+        for (update, _), (drawn, w_qi) in zip(updates[of_step], draws[of_step]):
+            assert drawn.prompt_weights is w_q and drawn.advantages is update.advantages is A
+            all_weights.append(w_q[:, None] * w_qi)
+            assert torch.allclose(update.shares, all_weights[-1] / (N * A.shape[1] * Z))
+        first = all_weights[2 * n]
+        assert records[n + 1]["weight_max"] == first.max()
+        assert after == before.after(N, w_q, first, A, lengths)
+    assert sum(not a.equal(b) for a, b in zip(all_weights[::2], all_weights[1::2])) > 6
+    assert max(N for _, (N, _, _) in windows) > 8
     assert len({window.limit for window, _ in windows}) > 1
 
 
