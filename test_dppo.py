@@ -29,12 +29,12 @@ All are instances, on small models; those of 1 and 6 enumerate every outcome of 
      of dppo_step itself, averaged over every outcome of both draws, is that of the full batch.
 
 Then come six ways to lose unbiasedness, of which dppo.py refuses the third, and what a policy
-learns without it. Not proven: that random numbers are random (one test counts them), and draws
-independent; that a rollout and its rewards have the same distribution whichever other prompts
-survive; anything about other models, or bfloat16, where packing rounds; the update, as Adam and
-clipping the norm are not linear; updates after the first on one rollout, for which prompts cannot
-be drawn anew; and that prompts count the same over an epoch, as windows differ in size, the more so
-the smaller the limit (see prune_prompts).
+learns without it. The last two limit the theorem: it holds neither for later updates on a rollout,
+for which prompts cannot be drawn anew, nor for what clipping and Adam make of a gradient. Not
+proven: that random numbers are random (one test counts them), and draws independent; that a rollout
+and its rewards have the same distribution whichever other prompts survive; anything about other
+models, or bfloat16, where packing rounds; and that prompts count the same over an epoch (see
+prune_prompts).
 """
 
 import gzip
@@ -99,6 +99,7 @@ def test_with_real_random_numbers_a_draw_keeps_each_item_as_often_as_its_pi_says
 REWARDS = [[1, 0, 0], [0, 0, 0], [math.nan, 0.9, 1], [0, 0, 1], [1, 0.7, 0.2], [1, 1, 1]]
 REWARDS = torch.tensor(REWARDS, dtype=torch.float64)
 ADVANTAGES = group_advantages(REWARDS)
+WINDOW = ADVANTAGES[:5]
 LIMIT, G = 3, 3
 PAPER, OURS = "dppo", "dppo-proportional"
 OWN, BIASED = "test_dppo:OwnRule", "test_dppo:Unweighted"
@@ -531,18 +532,16 @@ def test_the_noise_that_is_remembered_has_the_expectation_of_its_formula():
         A = ADVANTAGES[kept]
         w = w_q[:, None] * prune_completions(rule, A, w_q, None)
         _, *noise = dppo.Means(1, 1, 1, 1).after(N, w_q, w, A, torch.ones_like(A))
-        sizes.add(N)
         per_rollout = torch.tensor([1, len(kept), len(kept)])
         return (torch.tensor(noise) - 0.95) / 0.05 / per_rollout
 
-    rule, sizes = rule_with_history(OWN), set()
+    rule = rule_with_history(OWN)
     unpruned, prompts_pruned, pruned = sum(p * noise for p, noise in every_result(remembered))
-    [N] = sizes
-    squares, pi_q = ADVANTAGES[:N].square(), rule.prompt_probabilities()[:N, None]
-    pi = pi_q * rule.completion_probabilities(ADVANTAGES[:N], None)
+    squares, pi_q = WINDOW.square(), rule.prompt_probabilities()[:5, None]
+    pi = pi_q * rule.completion_probabilities(WINDOW, None)
     assert unpruned.item() == pytest.approx(squares.mean().item())
-    assert prompts_pruned.item() == pytest.approx((squares / pi_q).mean().item() / N)
-    assert pruned.item() == pytest.approx((squares / pi).mean().item() / N)
+    assert prompts_pruned.item() == pytest.approx((squares / pi_q).mean().item() / 5)
+    assert pruned.item() == pytest.approx((squares / pi).mean().item() / 5)
 
 
 def test_running_means_weigh_earlier_steps_and_leave_out_those_without_a_gradient():
@@ -576,7 +575,6 @@ def test_a_step_rolls_out_no_more_than_without_pruning_and_at_least_one(monkeypa
 
 # ---- Six ways to lose it, under the paper's rule and with a window of five prompts, unless it says
 # otherwise. In 1 and 2, the gradients are A grad log p, with random numbers as grad log p.
-WINDOW = ADVANTAGES[:5]
 GRAD_LOG_P = torch.randn(5, G, 5, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -869,11 +867,12 @@ def test_its_prompts_are_scored_by_what_others_like_them_had_at_their_next_visit
     assert rule.bin_of_prompts().tolist() == [1, 8, 8, 1, 7, 8, -1, -1, -1]
     assert rule.memory["visits"].eq(4 * rule.forget).all()  # first visits teach bins nothing
     partly, missing = [1.0, 0.0, math.nan, math.nan], [math.nan] * 4
-    visited(rule, ([0, 1, 5], [partly, solved, missing]))  # 0 was like 3; 1 and 5 were like 2
+    # 0 was like 3, also when it comes again in the same window; 1 and 5 were like 2.
+    visited(rule, ([0, 1, 5, 0], [partly, solved, missing, partly]))
     guess = 0.1 + 0.9 * ((torch.arange(9).double() + 0.5) / 9) ** 2
     square = group_advantages(torch.tensor([partly]), objective != "dr_grpo").square().mean()
     left = 4 * rule.forget**2  # of the guess, which was worth four visits; `missing` is none
-    like_1, like_0 = left * guess[8] / (left + 1), (left * guess[1] + square) / (left + 1)
+    like_1, like_0 = left * guess[8] / (left + 1), (left * guess[1] + 2 * square) / (left + 2)
     with mock.patch.object(dppo, "proportional_probabilities") as asked:
         rule.prompt_probabilities()
     scores, rate, floor = asked.call_args.args
