@@ -29,12 +29,12 @@ All are instances, on small models; those of 1 and 6 enumerate every outcome of 
      of dppo_step itself, averaged over every outcome of both draws, is that of the full batch.
 
 Then come six ways to lose unbiasedness, of which dppo.py refuses the third, and what a policy
-learns without it. Not proven: that random numbers are random (one test counts them), and draws
-independent; that a rollout and its rewards have the same distribution whichever other prompts
-survive; anything about other models, or bfloat16, where packing rounds; the update, as Adam and
-clipping the norm are not linear; updates after the first on one rollout, for which prompts cannot
-be drawn anew; and that prompts count the same over an epoch, as windows differ in size, the more so
-the smaller the limit (see prune_prompts).
+learns without it. The last two limit the theorem: it holds neither for later updates on a rollout,
+for which prompts cannot be drawn anew, nor for what clipping and Adam make of a gradient. Not
+proven: that random numbers are random (one test counts them), and draws independent; that a rollout
+and its rewards have the same distribution whichever other prompts survive; anything about other
+models, or bfloat16, where packing rounds; and that prompts count the same over an epoch (see
+prune_prompts).
 """
 
 import gzip
@@ -99,8 +99,10 @@ def test_with_real_random_numbers_a_draw_keeps_each_item_as_often_as_its_pi_says
 REWARDS = [[1, 0, 0], [0, 0, 0], [math.nan, 0.9, 1], [0, 0, 1], [1, 0.7, 0.2], [1, 1, 1]]
 REWARDS = torch.tensor(REWARDS, dtype=torch.float64)
 ADVANTAGES = group_advantages(REWARDS)
+WINDOW = ADVANTAGES[:5]
 LIMIT, G = 3, 3
-PAPER, OURS, OWN = "dppo", "dppo-proportional", "test_dppo:OwnRule"
+PAPER, OURS = "dppo", "dppo-proportional"
+OWN, BIASED = "test_dppo:OwnRule", "test_dppo:Unweighted"
 
 
 class Given:
@@ -245,6 +247,12 @@ class OwnRule(dppo.Rule):
 
     def completion_probabilities(self, advantages, prompt_weights):
         return torch.where(advantages < 0, 0.3, 1.0)
+
+
+class Unweighted(dppo.DPPO):
+    """The paper's rule without its weights. It is biased, and says so."""
+
+    unbiased = False
 
 
 # What is remembered of the six: the score of the last visit, or sums of rewards of all visits. The
@@ -404,7 +412,7 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
     given, made = Given(micro_batch_tokens=2000), []
     given.model.lm_head.register_forward_hook(lambda *call: made.append(len(call[2])))
     sequences = [Sequence(prompt, 20 * completion) for prompt, completion in given.sequences]
-    model, packed, alone = given.model, 0.0, 0.0
+    model, packed, separate = given.model, 0.0, 0.0
     micro_batches, _ = dppo.pack_micro_batches(sequences, range(6 * G), given.config)
     assert sum(lengths_of(sequences)) > 512 * len(micro_batches)
     assert min(len(micro_batches), max(map(len, micro_batches[0]))) > 1
@@ -421,10 +429,10 @@ def test_packing_changes_neither_log_probabilities_nor_gradients():
             assert torch.allclose(logprobs[owner == i], expected, atol=1e-4)
             assert torch.allclose(entropies[owner == i], entropy, atol=1e-4)
             packed += (1 + i) * logprobs[owner == i].sum()
-            alone += (1 + i) * expected.sum()
+            separate += (1 + i) * expected.sum()
     assert max(made) == 512
-    packed, alone = flat_gradient(packed, model), flat_gradient(alone, model)
-    assert (packed - alone).norm() < 1e-6 * alone.norm()
+    packed, separate = flat_gradient(packed, model), flat_gradient(separate, model)
+    assert (packed - separate).norm() < 1e-6 * separate.norm()
 
 
 # ---- Step 5: dppo_step in a run
@@ -434,35 +442,33 @@ def test_dppo_step_trains_completions_with_their_advantages_and_shares(objective
     windows, draws, updates = spy(monkeypatch, "prune_prompts", "prune_completions", "train_step")
     remember = mock.Mock(side_effect=dppo.DPPO.remember, autospec=True)
     monkeypatch.setattr(dppo.DPPO, "remember", lambda *visit: remember(*visit))
-    task, m = tiny_task(seldom_teaches, prompts=24), None
+    task = tiny_task(seldom_teaches, prompts=24)
     settings = {"objective": objective, "prompt_prune_rate": 0.9, "completion_prune_rate": 0.3}
     run(out, task, prompts_per_step=8, inner_epochs=2, steps=16, **settings)
-    assert max(N for _, (N, _, _) in windows) > 8
-    for n, (update, _) in enumerate(updates):
-        (window, (N, prompts, w_q)), (drawn, w_qi) = windows[1 + n // 2], draws[n]
-        means = dppo.Means(**metrics(out)[n // 2]["means"])  # before; windows[0] is a trial
-        assert window.limit == round(8 / max(1, means.worth(means.pruned)))
-        ids, completions = zip(*update.sequences)
-        assert list(ids[:: w_qi.shape[1]]) == [task.train[q]["prompt_ids"] for q in prompts]
+    records, all_weights = metrics(out), []
+    for n, (window, (N, prompts, w_q)) in enumerate(windows[1:]):  # the first is a trial
+        before, after = [dppo.Means(**record["means"]) for record in records[n : n + 2]]
+        assert window.limit == round(8 / max(1, before.worth(before.pruned)))
+        of_step = slice(2 * n, 2 * n + 2)  # two updates
+        sequences, A = updates[2 * n][0].sequences, updates[2 * n][0].advantages
+        ids = [sequence.prompt for sequence in sequences]
+        assert ids[:: A.shape[1]] == [task.train[q]["prompt_ids"] for q in prompts]
         examples = [{"prompt": prompt} for prompt in task.tokenizer.batch_decode(ids)]
-        rewards = dppo.reward_completions(task, examples, update.sequences).view_as(w_qi)
-        assert torch.equal(update.advantages, group_advantages(rewards, objective != "dr_grpo"))
-        assert drawn.prompt_weights is w_q and drawn.advantages is update.advantages
-        _, *visit = remember.call_args_list[n // 2].args
-        assert all(map(torch.equal, visit, (prompts, rewards, update.advantages)))
-        lengths = torch.tensor([len(ids) for ids in completions]).double().view_as(w_qi)
-        own = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
-        m = m or own
-        Z = {"grpo": lengths, "dapo": m, "dr_grpo": update.config.max_completion_tokens}[objective]
-        w = w_q[:, None] * w_qi
-        assert torch.allclose(update.shares, w / (N * w.shape[1] * Z))
-        assert n % 2 == 1 or recorded(out, "weight_max")[n // 2] == w.max()  # of the first
-        if n % 2:  # the second update of a step
-            m = 0.9 * m + 0.1 * own
-        else:
-            means = means.after(N, w_q, w, update.advantages, lengths)
-            assert means._asdict() == metrics(out)[n // 2 + 1]["means"]
-    assert sum(not torch.equal(a, b) for (_, a), (_, b) in zip(draws[::2], draws[1::2])) > 6
+        rewards = dppo.reward_completions(task, examples, sequences).view_as(A)
+        assert torch.equal(A, group_advantages(rewards, objective != "dr_grpo"))
+        _, *visit = remember.call_args_list[n].args
+        assert all(map(torch.equal, visit, (prompts, rewards, A)))
+        lengths = torch.tensor(lengths_of(sequences)).double().view_as(A)
+        Z = {"grpo": lengths, "dapo": before.length or lengths.mean(), "dr_grpo": 8}[objective]
+        for (update, _), (drawn, w_qi) in zip(updates[of_step], draws[of_step]):
+            assert drawn.prompt_weights is w_q and drawn.advantages is update.advantages is A
+            all_weights.append(w_q[:, None] * w_qi)
+            assert torch.allclose(update.shares, all_weights[-1] / (N * A.shape[1] * Z))
+        first = all_weights[2 * n]
+        assert records[n + 1]["weight_max"] == first.max()
+        assert after == before.after(N, w_q, first, A, lengths)
+    assert sum(not a.equal(b) for a, b in zip(all_weights[::2], all_weights[1::2])) > 6
+    assert max(N for _, (N, _, _) in windows) > 8
     assert len({window.limit for window, _ in windows}) > 1
 
 
@@ -474,15 +480,12 @@ def test_later_updates_compare_with_the_policy_that_sampled(monkeypatch, out):
     run(out, tiny_task(evals=0), steps=2, **settings)
     for n, (update, _) in enumerate(updates):
         _, (_, sampled) = samples[n // 3]
-        sampled, old = sampled.split(lengths_of(update.sequences)), update.old
-        trained = set(update.shares.flatten().nonzero().flatten().tolist())
-        assert (old is None) == (n % 3 == 0)
-        if old:
-            assert old.keys() >= trained
-            assert all(torch.allclose(old[i], sampled[i], atol=1e-4) for i in old)
-        is_first_step = n < 3
-        for i in trained:
-            assert torch.allclose(update.ref[i], sampled[i], atol=1e-4) == is_first_step
+        sampled = sampled.split(lengths_of(update.sequences))
+        assert bool(update.old) == (n % 3 > 0)
+        for i, old in (update.old or {}).items():
+            assert torch.allclose(old, sampled[i], atol=1e-4)
+        for i, ref in update.ref.items():
+            assert torch.allclose(ref, sampled[i], atol=1e-4) == (n < 3)  # in the first step
     assert updates[0][1]["kl"] < 1e-6 < updates[-1][1]["kl"]
 
 
@@ -522,47 +525,38 @@ def test_the_expected_gradient_of_dppo_step_is_full(method, objective, beta, upc
 
 # ---- What a rollout is worth
 def test_the_noise_that_is_remembered_has_the_expectation_of_its_formula():
-    """For the rule whose pi do not depend on what is drawn before. Worth, made of expectations, has
-    its two bounds: the rise of the share of A^2 among the rollouts, and that of the best rule."""
+    """For the rule whose pi do not depend on what is drawn before."""
 
     def remembered():
         N, kept, w_q = prune_prompts(rule, torch.arange(6), LIMIT, None)
         A = ADVANTAGES[kept]
         w = w_q[:, None] * prune_completions(rule, A, w_q, None)
         _, *noise = dppo.Means(1, 1, 1, 1).after(N, w_q, w, A, torch.ones_like(A))
-        sizes.add(N)
-        noise = (torch.tensor(noise) - 0.95) / 0.05
-        return torch.tensor([noise[0], noise[1] / len(kept), noise[2] / len(kept)])  # without its B
+        per_rollout = torch.tensor([1, len(kept), len(kept)])
+        return (torch.tensor(noise) - 0.95) / 0.05 / per_rollout
 
-    rule, sizes = rule_with_history(OWN), set()
+    rule = rule_with_history(OWN)
     unpruned, prompts_pruned, pruned = sum(p * noise for p, noise in every_result(remembered))
-    [N] = sizes
-    squares, pi_q = ADVANTAGES[:N].square(), rule.prompt_probabilities()[:N, None]
-    pi = pi_q * rule.completion_probabilities(ADVANTAGES[:N], None)
+    squares, pi_q = WINDOW.square(), rule.prompt_probabilities()[:5, None]
+    pi = pi_q * rule.completion_probabilities(WINDOW, None)
     assert unpruned.item() == pytest.approx(squares.mean().item())
-    assert prompts_pruned.item() == pytest.approx((squares / pi_q).mean().item() / N)
-    assert pruned.item() == pytest.approx((squares / pi).mean().item() / N)
-    of_groups = squares.mean(dim=1, keepdim=True)
-    worth = unpruned / (pi_q.sum() * prompts_pruned)
-    rise = (pi_q * of_groups).sum() / pi_q.sum() / of_groups.mean()
-    assert worth < min(rise, of_groups.mean() / of_groups.sqrt().mean() ** 2)
+    assert prompts_pruned.item() == pytest.approx((squares / pi_q).mean().item() / 5)
+    assert pruned.item() == pytest.approx((squares / pi).mean().item() / 5)
 
 
 def test_running_means_weigh_earlier_steps_and_leave_out_those_without_a_gradient():
     w_q, A = torch.tensor([2.0, 1.0]), torch.tensor([[1.0, -1.0], [0.0, 3.0]])
     w, lengths = torch.tensor([[4.0, 0.0], [0.0, 2.0]]), torch.tensor([[2.0, 4.0], [1.0, 1.0]])
     means = dppo.Means().after(4, w_q, w, A, lengths)
-    assert means.length == pytest.approx((2 * 3 + 1) / 3)
-    noise = (2 * 1 + 4.5) / 4, 2 * (4 * 1 + 4.5) / 16, 2 * (16 * 0.5 + 4 * 4.5) / 16
-    expected = [0.95 * noise[0] + 0.05 * value for value in noise]  # worth was 1 before
-    assert means[1:] == pytest.approx(expected)
-    assert means.worth(means.pruned) == pytest.approx(noise[0] / expected[2])
+    noise = 2 * 1 + 4.5, 2 / 4 * (4 * 1 + 4.5), 2 / 4 * (16 * 0.5 + 4 * 4.5)
+    expected = [(0.95 * noise[0] + 0.05 * value) / 4 for value in noise]  # worth was 1 before
+    assert means == pytest.approx([(2 * 3 + 1) / 3, *expected])
     later = means.after(4, w_q, w, 0 * A, 2 * lengths)
-    assert later.length == pytest.approx(1.1 * means.length) and later[1:] == means[1:]
-    assert dppo.Means().worth(0.0) == 1
+    assert later == means._replace(length=pytest.approx(1.1 * means.length))
+    assert dppo.Means(unpruned=6.0).worth(3.0) == 2 and dppo.Means().worth(0.0) == 1
 
 
-@pytest.mark.parametrize("method", ["grpo", "grpo-skip", PAPER, "test_dppo:KeepLargest"])
+@pytest.mark.parametrize("method", ["grpo", "grpo-skip", PAPER, BIASED])
 def test_without_pruning_a_rollout_is_worth_exactly_one(method, monkeypatch, out):
     [windows] = spy(monkeypatch, "prune_prompts")
     none = {"prompt_prune_rate": 0.0, "completion_prune_rate": 0.0, "inner_epochs": 2, "steps": 5}
@@ -581,7 +575,6 @@ def test_a_step_rolls_out_no_more_than_without_pruning_and_at_least_one(monkeypa
 
 # ---- Six ways to lose it, under the paper's rule and with a window of five prompts, unless it says
 # otherwise. In 1 and 2, the gradients are A grad log p, with random numbers as grad log p.
-WINDOW = ADVANTAGES[:5]
 GRAD_LOG_P = torch.randn(5, G, 5, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -612,10 +605,11 @@ def test_1_and_2_dividing_by_what_is_kept_and_centring_advantages_again_are_bias
 
 def test_3_removing_the_lowest_for_certain_is_refused():
     rule, largest = rule_with_history(), WINDOW.abs() >= WINDOW.abs().median()
-    rule.completion_probabilities = mock.Mock(side_effect=[largest.clamp(min=0.01), largest])
-    prune_completions(rule, WINDOW, torch.ones(5), torch.Generator())
+    rule.completion_probabilities = mock.Mock(return_value=largest)
     with pytest.raises(ValueError, match="0 < pi <= 1"):
         prune_completions(rule, WINDOW, torch.ones(5), None)
+    rule.unbiased = False  # a rule that says that it is biased may do so
+    prune_completions(rule, WINDOW, torch.ones(5), torch.Generator())
 
 
 def test_4_looking_on_until_a_prompt_survives_is_biased_in_a_toy():
@@ -653,32 +647,24 @@ def test_6_an_update_is_biased_where_the_norm_is_clipped_and_by_adam(norm, optim
     assert relative_bias(update, update(torch.ones(5, G))) > 0.05
 
 
-class Unweighted(dppo.DPPO):
-    unbiased = False
-
-
 @pytest.mark.parametrize("rule", [dppo.Rule, dppo.DPPO, Unweighted])
 def test_without_weights_a_policy_learns_to_guess_and_with_them_to_pass(rule):
     """It guesses with probability sigmoid(theta). At half of the prompts a guess is right once in
     ten times, but to pass is worth 0.15. Most guesses have a small |A| and the right ones a large
     one, so pruning leaves those, unless weights stand in for what is pruned. The other prompts,
     solved half of the time whatever theta, are there for the mean |A|."""
-    config, generator = Config(objective="dr_grpo"), torch.Generator().manual_seed(0)
-    rule, theta, seen, G = rule(config, 64), torch.tensor(0.0).double(), 0, config.group_size
+    rule, generator = rule(Config(), 16), torch.Generator().manual_seed(0)
+    theta, unknown = torch.tensor(0.0).double(), (torch.arange(16) % 2 == 0)[:, None]
     for _ in range(200):
-        N, prompts, w_q = prune_prompts(rule, dppo.next_prompts(seen, 64, 0), 16, generator)
-        chance = torch.rand(3, len(prompts), G, generator=generator)
-        unknown, guess = (prompts % 2 == 0)[:, None], chance[0] < theta.sigmoid()
-        right, solved = (chance[1] < 0.1).double(), (chance[2] < 0.5).double()
-        rewards = torch.where(unknown, torch.where(guess, right, 0.15), solved)
+        chance = torch.rand(3, 16, 8, generator=generator)
+        guess, right, solved = chance < torch.tensor([theta.sigmoid(), 0.1, 0.5])[:, None, None]
+        rewards = torch.where(unknown, torch.where(guess, right.double(), 0.15), solved.double())
         A = group_advantages(rewards, scale_by_std=False)
-        rule.remember(prompts, rewards, A)
-        w = w_q[:, None] * prune_completions(rule, A, w_q, generator)
+        w = prune_completions(rule, A, torch.ones(16), generator)
         if not rule.unbiased:
-            w = (w > 0) * N * G / w.count_nonzero()
+            w = (w > 0) * w.numel() / w.count_nonzero()
         grad_log_p = unknown * (guess.double() - theta.sigmoid())
-        theta += 3 * (w * A * grad_log_p).sum() / (N * G)
-        seen += N
+        theta += 3 * (w * A * grad_log_p).mean()
     assert theta.sigmoid() < 0.3 if rule.unbiased else theta.sigmoid() > 0.7
 
 
@@ -749,25 +735,13 @@ def test_of_completions_those_without_a_gradient_go_first_and_the_mean_is_of_all
     assert dppo.GRPOSkip(Config(beta=0.1), 3).completion_probabilities(advantages, None).all()
 
 
-class KeepLargest(dppo.Rule):
-    """A biased rule, as somebody might plug one in."""
-
-    unbiased = False
-
-    def prompt_probabilities(self):
-        return torch.linspace(0, 0.9, self.prompt_count)
-
-    def completion_probabilities(self, advantages, prompt_weights):
-        return (advantages != 0) & (advantages.abs() >= advantages.abs().median())
-
-
 def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(monkeypatch, out):
     def reward(**columns):  # after two steps, all are equal
         return lengths_reward(**columns) if len(updates) < 2 else [0.0] * len(columns["prompts"])
 
     [updates] = spy(monkeypatch, "train_step")
     task = tiny_task(reward, prompts=64)
-    run(out, task, method="test_dppo:KeepLargest", steps=4, objective="dr_grpo", prompts_per_step=4)
+    run(out, task, method=BIASED, steps=4, objective="dr_grpo", prompts_per_step=4)
     shares = [update.shares for update, _ in updates]
     for of_step in shares[:2]:
         kept = of_step > 0
@@ -779,17 +753,12 @@ def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(monkeypatch, out):
 def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused():
     wrong = [(True, [0.0, 1, 1, 1]), (True, [2.0, 1, 1, 1]), (True, [1.0] * 3)]
     wrong += [(False, [-0.5, 1, 1, 1]), (False, [math.nan] * 4), (False, [0.0] * 4)]
-    advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 2)
     for unbiased, pi in wrong:
         rule = dppo.Rule(Config(), 4)
         rule.unbiased = unbiased
         rule.prompt_probabilities = mock.Mock(return_value=torch.tensor(pi))
-        rule.completion_probabilities = mock.Mock(return_value=torch.tensor([pi, pi]))
         with pytest.raises(ValueError, match=r"a rule needs pi (of shape \(4,\)|> 0 for)"):
             prune_prompts(rule, torch.arange(4), 8, None)
-        if any(pi):  # a biased rule may prune all completions of a step
-            with pytest.raises(ValueError, match=r"\(2, 4\)"):
-                prune_completions(rule, advantages, torch.ones(2), None)
 
 
 # ==== 2. Dense Prompt Packing ====
@@ -810,23 +779,13 @@ def test_a_micro_batch_has_as_many_slots_as_its_tokens_allow():
 
 # ==== 3. Forward pass, loss and update ====
 def test_metrics_of_an_update_are_means_over_its_tokens():
-    given, sums, tokens, shares = Given(), torch.zeros(3), 0, torch.tensor([1.0, 0.0, 1.0] * 6)
-    for i in shares.nonzero().flatten().tolist():
-        _, clipped, kl, entropies = alone(given, i)
-        sums += torch.stack([clipped.sum(), kl.sum(), entropies.sum()]).detach()
-        tokens += len(kl)
+    given, shares = Given(), torch.tensor([1.0, 0.0, 1.0] * 6)
+    trained = [alone(given, i) for i in shares.nonzero().flatten().tolist()]
+    _, *of_tokens = map(torch.cat, zip(*trained))
     metrics = given.update(shares, torch.optim.SGD(given.model.parameters(), lr=0.0))
-    assert (metrics["completions_trained"], metrics["tokens_trained"]) == (12, tokens)
-    means = torch.tensor([metrics[name] for name in ("clip_fraction", "kl", "entropy")])
-    assert means.allclose(sums / tokens, rtol=1e-4)
-
-
-def test_a_first_update_of_adam_is_the_learning_rate_without_weight_decay():
-    model = tiny_model(torch.float32)
-    optimizer, before = dppo.MasterAdam(model, 1e-3), model.lm_head.weight.detach().clone()
-    model.lm_head.weight.grad = torch.full_like(before, 1e-5)
-    optimizer.step()
-    assert (before - model.lm_head.weight).allclose(torch.tensor(1e-3), rtol=2e-3)
+    assert (metrics["completions_trained"], metrics["tokens_trained"]) == (12, len(of_tokens[0]))
+    means = [metrics[name] for name in ("clip_fraction", "kl", "entropy")]
+    assert means == pytest.approx([v.double().mean().item() for v in of_tokens], rel=1e-4)
 
 
 def test_updates_far_below_bfloat16_resolution_add_up_in_float32_masters():
@@ -837,8 +796,7 @@ def test_updates_far_below_bfloat16_resolution_add_up_in_float32_masters():
     for _ in range(60):
         given.update(torch.ones(6, G), optimizer)
         still.append((given.parameters() == start).double().mean())
-    first, *_, last = still
-    assert first > 0.9 > last
+    assert still[0] > 0.9 > still[-1]
     assert dtypes == {torch.float32}  # of the sums over micro-batches
     for weight, master in zip(given.model.parameters(), optimizer.masters):
         assert master.dtype == torch.float32 and torch.equal(weight, master.bfloat16())
@@ -864,18 +822,6 @@ def test_an_update_without_a_gradient_or_one_that_is_not_finite_moves_nothing():
     assert moved == [True, False, False, False, True]
 
 
-def test_ten_steps_without_an_update_are_reported(monkeypatch, capsys, out):
-    norms = [*[0.0] * 9, 1.0, *[0.0] * 4, *[math.nan] * 3, *[math.inf] * 3, *[0.5] * 10]
-    counts = {"completions_trained": 0, "tokens_trained": 0}
-    updates = mock.Mock(side_effect=[counts | {"grad_norm": norm} for norm in norms])
-    monkeypatch.setattr(dppo, "train_step", updates)
-    run(out, tiny_task(evals=0), steps=30)
-    kept = recorded(out, "grad_norm")  # where a norm is not finite, null
-    assert [norm for norm in kept if norm is not None] == list(filter(math.isfinite, norms))
-    assert kept.count(None) == 6
-    assert capsys.readouterr().out.count("no update in ten steps: see reward") == 1
-
-
 # ==== 5. The proportional rule ====
 def test_it_keeps_as_many_as_the_paper_s_rule_in_proportion_to_their_scores():
     scores = torch.rand(200, generator=torch.Generator().manual_seed(0)).double() ** 3
@@ -885,11 +831,10 @@ def test_it_keeps_as_many_as_the_paper_s_rule_in_proportion_to_their_scores():
         assert (pi / scores)[pi < 1].std() < 1e-9
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
-def test_above_a_floor_scores_of_zero_share_what_the_others_leave(rate):
+def test_above_a_floor_scores_of_zero_share_what_the_others_leave():
     scores = torch.tensor([0.0] * 240 + [0.5, 1.0] * 8)
-    pi = dppo.proportional_probabilities(scores, rate, floor=0.07)
-    assert abs(pi.sum() - dppo.keep_probabilities(scores, rate).sum()) < 1e-6
+    pi = dppo.proportional_probabilities(scores, 0.7, floor=0.07)
+    assert abs(pi.sum() - dppo.keep_probabilities(scores, 0.7).sum()) < 1e-6
     assert pi[240:].eq(1).all() and pi[:240].std() < 1e-9
     scores = torch.tensor([0.9] * 5 + [1e-9] * 44 + [math.nan]).double()
     pi = dppo.proportional_probabilities(scores, 0.99, floor=0.07)
@@ -917,33 +862,22 @@ def visited(rule, *visits):
 def test_its_prompts_are_scored_by_what_others_like_them_had_at_their_next_visit(objective):
     rule = dppo.ProportionalDPPO(Config(objective=objective, prompt_prune_rate=0.5), 9)
     solved, half, none, one = [1.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0]
-    visited(rule, (range(5), [solved, half, half, none, one]))
+    visited(rule, (range(6), [solved, half, half, none, one, half]))
     # Of p = 4.05/4.1, 2.05/4.1, 2.05/4.1, 0.05/4.1, 1.05/4.1, this is 9 * 2 sqrt(p (1 - p)).
-    assert rule.bin_of_prompts().tolist() == [1, 8, 8, 1, 7, -1, -1, -1, -1]
+    assert rule.bin_of_prompts().tolist() == [1, 8, 8, 1, 7, 8, -1, -1, -1]
     assert rule.memory["visits"].eq(4 * rule.forget).all()  # first visits teach bins nothing
-    visited(rule, ([0, 1], [half, solved]))  # 0 was like 3, and 1 like 2
+    partly, missing = [1.0, 0.0, math.nan, math.nan], [math.nan] * 4
+    # 0 was like 3, also when it comes again in the same window; 1 and 5 were like 2.
+    visited(rule, ([0, 1, 5, 0], [partly, solved, missing, partly]))
     guess = 0.1 + 0.9 * ((torch.arange(9).double() + 0.5) / 9) ** 2
-    square = group_advantages(torch.tensor([half]), objective != "dr_grpo").square().mean()
-    left = 4 * rule.forget**2  # of the guess, which was worth four visits
-    like_1, like_0 = left * guess[8] / (left + 1), (left * guess[1] + square) / (left + 1)
+    square = group_advantages(torch.tensor([partly]), objective != "dr_grpo").square().mean()
+    left = 4 * rule.forget**2  # of the guess, which was worth four visits; `missing` is none
+    like_1, like_0 = left * guess[8] / (left + 1), (left * guess[1] + 2 * square) / (left + 2)
     with mock.patch.object(dppo, "proportional_probabilities") as asked:
         rule.prompt_probabilities()
     scores, rate, floor = asked.call_args.args
     assert scores[2:5].allclose(torch.stack([like_1, like_0, guess[7]]).sqrt())
-    assert scores[5:].isnan().all() and (rate, floor) == (0.5, rule.floor)
-
-
-def test_what_it_learns_is_known_before_the_draw_and_not_changed_by_it():
-    rule = visited(dppo.ProportionalDPPO(Config(), 6), (range(5), REWARDS[:5].tolist()))
-    before = {name: values.clone() for name, values in rule.memory.items()}
-    pi = [rule.prompt_probabilities()]
-    for seed in (0, 1):
-        generator = torch.Generator().manual_seed(seed)
-        prune_prompts(rule, torch.arange(6), 4, generator)
-        prune_completions(rule, ADVANTAGES[:3], torch.ones(3).double(), generator)
-        pi.append(rule.prompt_probabilities())
-    assert torch.equal(pi[0], pi[1]) and torch.equal(pi[0], pi[2])
-    assert all(values.equal(rule.memory[name]) for name, values in before.items())
+    assert scores[6:].isnan().all() and (rate, floor) == (0.5, rule.floor)
 
 
 def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
@@ -959,13 +893,6 @@ def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
     assert rule.memory["right"].tolist() == pytest.approx(right)
     wrong = [decay * (decay * 2 + 4 / 3), decay**2 * 4, 2.5, 4]
     assert rule.memory["wrong"].tolist() == pytest.approx(wrong)
-    bin_ = rule.bin_of_prompts()[0]
-    old = {name: rule.forget * rule.memory[name][bin_] for name in ("visits", "squares")}
-    half = [1.0, 0.0, math.nan, math.nan]  # of A two are 0
-    visited(rule, ([0, 0, 0], [half, [1.0] * 4, [math.nan] * 4]))  # the last teaches nothing
-    square = group_advantages(torch.tensor([half])).square().mean()
-    assert rule.memory["visits"][bin_] == pytest.approx(old["visits"] + 2)
-    assert rule.memory["squares"][bin_] == pytest.approx(old["squares"] + square)
 
 
 # ==== 6. Order ====

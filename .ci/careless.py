@@ -66,7 +66,7 @@ CHANGES = r"""
 # rounding makes a low set: floor_of
 - scores.nanmean() * (1 - 1e-6)
 + scores.nanmean()
-# the lowest pruned for certain: own_prob
+# the lowest pruned for certain: floor_of
 - pi[low] = (count - pruned) / max(1, count)
 + pi[low.nonzero().squeeze(1)[:pruned]] = 0.0
 # zeros count in the mean of completions: gradient_go_first
@@ -88,7 +88,7 @@ CHANGES = r"""
 # the first of two visits in a window counts: last_visit
 - for q, score in zip(prompts, scores):
 + for q, score in zip(prompts.flip(0), scores.flip(0)):
-# the memory of pruned prompts lost: interrupted or every_weight or kept or window
+# the memory of pruned prompts lost: advantages_and_shares
 - rule.remember(prompts, rewards, A)
 + rule.remember(torch.arange(len(task.train))[:len(prompts)], rewards, A)
 # the window as large as the batch: window
@@ -133,7 +133,7 @@ CHANGES = r"""
 # dapo's own length: shares
 - torch.full_like(lengths, mean_length or lengths.mean().item())
 + torch.full_like(lengths, lengths.mean().item())
-# dapo's length without the prompts' weights: shares
+# dapo's length without the prompts' weights: running_means
 - length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
 + length = lengths.mean().item()
 # the gradient clipped at another norm: clipped
@@ -167,7 +167,7 @@ CHANGES = r"""
 # a bin's score is the mean square itself: next_visit
 - (self.memory["squares"] / self.memory["visits"]).sqrt()[place]
 + (self.memory["squares"] / self.memory["visits"])[place]
-# a group without any reward teaches a bin: sums_successes
+# a group without any reward teaches a bin: next_visit
 - if place[q] >= 0 and not group.isnan().all():
 + if place[q] >= 0:
 # the next window starts anew: every_epoch
@@ -276,7 +276,7 @@ CHANGES = r"""
 # worth of other settings inherited: with_history
 - Means(earlier[-1]["means"]["length"])._asdict()
 + earlier[-1]["means"]
-# every step the same seed: every_step or random_numbers
+# every step the same seed: random_numbers
 - (1_000_003 * config.seed + seen)
 + (1_000_003 * config.seed)
 # draws with the seed of the samples: random_numbers
@@ -361,7 +361,7 @@ CHANGES = r"""
 # a share in the record for a weight: shares
 - "w": weights[0],
 + "w": inputs["shares"],
-# worth from this step instead of earlier ones: given or exactly_one or shares
+# worth from this step instead of earlier ones: exactly_one or shares
 - limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
 + N, prompts, w_q = prune_prompts(rule, upcoming, config.prompts_per_step, generator)
 +     limit = max(1, round(config.prompts_per_step / float(w_q.mean())))
