@@ -49,6 +49,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -756,31 +757,23 @@ def gsm8k_number(text, is_answer=False):
     return float(found[0].replace(" ", ""))
 
 
-def graded(prompts, completions, answers, read_answer, read):
+def graded(prompts, completions, answer, read_answer, read_text, **columns):
     """1 where what is read of a completion is what is read of its answer, None where that is
     nothing. Reasoning is left out, and so is all of a completion whose <think> does not end."""
     rewards = []
-    for prompt, completion, answer in zip(prompts, completions, answers):
+    for prompt, completion, wanted in zip(prompts, completions, answer):
         text = text_of(completion)
         if "<think>" in text_of(prompt).rpartition("</think>")[2]:
             text = "<think>" + text
         text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
-        wanted = None if answer is None else read_answer(str(answer))
-        is_right = not unfinished and read(text) == wanted
+        wanted = None if wanted is None else read_answer(str(wanted))
+        is_right = not unfinished and read_text(text) == wanted
         rewards.append(None if wanted in (None, "") else float(is_right))
     return rewards
 
 
-def exact(prompts, completions, answer, **columns):
-    """1 where a completion is the answer, but for white space around it; None without an answer."""
-    return graded(prompts, completions, answer, str.strip, str.strip)
-
-
-def gsm8k(prompts, completions, answer, **columns):
-    """1 where the numbers agree; None for an answer that is not one number."""
-    return graded(prompts, completions, answer, lambda gold: gsm8k_number(gold, True), gsm8k_number)
-
-
+exact = partial(graded, read_answer=str.strip, read_text=str.strip)
+gsm8k = partial(graded, read_answer=partial(gsm8k_number, is_answer=True), read_text=gsm8k_number)
 REWARDS = {"exact": exact, "gsm8k": gsm8k}
 
 
@@ -808,12 +801,7 @@ def load_task(config):
     evals = {name: list(examples.values()) for name, examples in evals.items() if examples}
     task = Task(list(train.values()), evals, tokenizer, config.reward_function)
     trial = task.train[:99]
-    try:
-        reward_completions(task, trial, [Sequence([], [])] * len(trial))
-    except Exception as error:
-        error.add_note("Completions were empty here, and are messages in chats: see dppo.text_of.")
-        error.add_note("Every column of the data is an argument, so a reward needs **columns.")
-        raise
+    reward_completions(task, trial, [Sequence([], [])] * len(trial))
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded"):
@@ -825,9 +813,9 @@ def load_task(config):
     ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
     task.end_ids = sorted(ids | turn_end(tokenizer))
     check_sampling(task, config)
-    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}; {len(train)} prompts to train on"
     ending = tokenizer.decode(task.train[0]["prompt_ids"])[-40:]
-    print(f"{told}, of which the first ends {ending!r}")
+    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}"
+    print(f"{told}; the first of {len(train)} prompts to train on ends {ending!r}")
     return task
 
 
@@ -844,30 +832,28 @@ def turn_end(tokenizer):
 
 def reward_completions(task, examples, sequences):
     """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none. The reward
-    function gets the columns of the data. Refuses what are not finite numbers or None."""
+    function gets the columns of the data."""
     samples = len(sequences) // len(examples)
     rows = [examples[i // samples] for i in range(len(sequences))]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
     if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
-        endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
-        columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
+        columns["prompts"] = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]
     for row, (_, ids) in zip(rows, sequences):
         has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
         is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
         columns["completions"].append([{"role": "assistant", "content": text}] if is_chat else text)
     values = task.reward(**columns)
-    rewards = torch.tensor(math.inf)
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+    must = f"the reward function must return a list of {len(rows)} finite numbers or None"
+    with refusing(f"{must}, not {values!r:.60}"):
         numbers = []
-        for value in [] if isinstance(values, dict | set) else values:
+        for value in values[:]:  # a set or a dict has no order
             numbers.append(math.nan if value is None else value)
         rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), samples)
-    if rewards.isinf().any():
-        must = f"the reward function must return a list of {len(rows)} finite numbers or None"
-        raise Refused(f"{must}, not {values!r:.60}")
+        if rewards.isinf().any():
+            raise Refused("one is infinite")
     return rewards
 
 
@@ -1040,9 +1026,9 @@ def warm_started(tokenizer):
         # Imitation is a policy gradient on given completions of advantage 1.
         shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
-    partial = cached.with_suffix(f".{os.getpid()}")
-    torch.save(model.state_dict(), partial)
-    partial.replace(cached)  # so that there is never half a model
+    half = cached.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), half)
+    half.replace(cached)  # so that there is never half a model under that name
     return model
 
 

@@ -322,8 +322,8 @@ CHANGES = r"""
 - rewards.append(None if wanted in (None, "") else float(is_right))
 + rewards.append(float(is_right))
 # reasoning that does not end is graded: rewards_compare
-- is_right = not unfinished and read
-+ is_right = read
+- is_right = not unfinished and read_text
++ is_right = read_text
 # a comma left out anywhere: numbers
 - [1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])
 + [0-9]+({COMMA}[0-9]+)+
