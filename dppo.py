@@ -33,7 +33,6 @@ beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, s
     NaN       a reward that was not given, or a score that is not yet known
 """
 
-import argparse
 import copy
 import glob
 import json
@@ -896,10 +895,7 @@ def load_rows(spec, split):
         raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
     warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        rows = datasets.load_dataset(source, *names, split=split, **options)
-        if rows.info.builder_name == "csv" and source != "csv":  # in a folder, or on the Hub
-            rows = datasets.load_dataset(source, *names, split=split, **TEXT)
-        return rows
+        return datasets.load_dataset(source, *names, split=split, **options)
 
 
 def load_examples(spec, split, config, tokenizer):
@@ -1034,21 +1030,8 @@ def warm_started(tokenizer):
 
 # ---- 12. Settings
 def setting(default, text):
-    """A field of Config: its default, or a pair of them, with --model and for the embedded task,
-    and its line of --help."""
-    shown = f" ({default})" if default != "" else ""
-    if isinstance(default, tuple):
-        shown = " ({}; embedded task {})".format(*default)
-    return field(default=default, metadata={"help": text + shown, "metavar": ""})
-
-
-def find_function(option, name, known):
-    """A rule or a reward: a known one by its name, or the user's own as package.module:name."""
-    with refusing(f"--{option} {name} is not one of {', '.join(known)}"):
-        found = known.get(name) or pkgutil.resolve_name(name)
-        if not callable(found):
-            raise Refused("it cannot be called; write module:name")
-    return found
+    """A field of Config: its default, or that with --model and that of the embedded task; help."""
+    return field(default=default, metadata={"help": text, "metavar": ""})
 
 
 # The least value of the numbers that may not be 0.
@@ -1062,13 +1045,11 @@ class Config:
     """All settings of the command line. Refuses what would silently go wrong."""
 
     # The method
-    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional, or module:Rule")
+    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
     objective: Literal["grpo", "dr_grpo", "dapo", "gspo"] = setting("grpo", "dr_grpo, dapo, gspo")
     prompt_prune_rate: float = setting(0.7, "r_q, share of the low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, share of low-scoring completions to prune")
-    prompts_per_step: int = setting(
-        32, "noise of a step, in prompts without pruning; no more are rolled out"
-    )
+    prompts_per_step: int = setting(32, "unpruned prompts of equal noise; no more are rolled out")
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
@@ -1078,7 +1059,7 @@ class Config:
     temperature: float = setting((1.0, 0.7), "of the samples")
     max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
-    model: str = setting("", "causal LM, on the Hub or in a folder; default: the embedded one")
+    model: str = setting("", "causal LM, on the Hub or in a folder, in place of the embedded one")
     dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
     prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the same")
@@ -1086,7 +1067,7 @@ class Config:
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
-    eval_dataset: str = setting("", "like --dataset, several with commas; default: held out of it")
+    eval_dataset: str = setting("", "like --dataset, several with commas; without, held out of it")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
     # The run
@@ -1096,7 +1077,7 @@ class Config:
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
-    output_dir: str = setting("", "folder of the run; default: a new one under runs/")
+    output_dir: str = setting("", "folder of the run; without, a new one under runs/")
     history: str = setting("", "folder of an earlier run, to start with its memory of the prompts")
     resume: str = setting("", "folder of a run to go on with")
 
@@ -1116,14 +1097,20 @@ class Config:
         of_user = (self.model, self.dataset, self.eval_dataset, self.system_prompt)
         if any(of_user) and not (self.model and self.dataset):
             raise Refused("--model or --dataset is missing: data of your own need both")
-        self.rule_class = find_function("method", self.method, RULES)
-        self.reward_function = find_function("reward", self.reward, REWARDS)
+        found = []
+        for name, known in (("method", RULES), ("reward", REWARDS)):
+            value = getattr(self, name)
+            with refusing(f"--{name} {value} is not one of {', '.join(known)}"):
+                found.append(known.get(value) or pkgutil.resolve_name(value))
+                if not callable(found[-1]):
+                    raise Refused("it cannot be called; write module:name")
+        self.rule_class, self.reward_function = found
 
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
-def as_json(value, **options):
+def as_json(value):
     """JSON, which lacks NaN and infinity: they become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), **options)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 def evaluate(task, config):
@@ -1149,13 +1136,10 @@ def make_step(last, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    memory = copy.deepcopy(rule.memory)
-    try:
-        step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
-        record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
-    except BaseException:
-        rule.memory = memory  # as it was before the step
-        raise
+    learned = copy.deepcopy(rule)  # so that a step that fails leaves nothing in the rule's memory
+    step = dppo_step(task, learned, optimizer, reference, upcoming, means, generator, config)
+    record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
+    vars(rule).update(vars(learned))
     seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
     record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
     record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
@@ -1177,12 +1161,12 @@ def record_of(step, task):
     record = {"prompts_seen": step.N, "prompts_rolled": B, "weight_max": step.w.max().item()}
     for name, values in of_groups.items():
         record[name] = (w_q @ values.double().nan_to_num() / w_q.sum()).item()
-    means = step.means
-    record |= {"rollout_worth": means.worth(means.pruned), "means": means._asdict()}
-    record |= {"prompt_worth": means.worth(means.prompts_pruned), **step.updates[-1]}
+    record |= {"means": step.means._asdict(), **step.updates[-1]}
+    record["rollout_worth"] = step.means.worth(step.means.pruned)
+    record["prompt_worth"] = step.means.worth(step.means.prompts_pruned)
     for name in ("completions_trained", "tokens_trained"):
         record[name] = sum(update[name] for update in step.updates)
-    norms = torch.tensor([update["grad_norm"] for update in step.updates], dtype=torch.float64)
+    norms = torch.tensor([update["grad_norm"] for update in step.updates])
     record["grad_norm"] = norms.max().item()  # NaN if one is NaN
     q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
@@ -1195,12 +1179,10 @@ def start(config, task, rule, optimizer):
     they had. A new folder is made last, so that a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        advice = ", or --resume it" * (out / "checkpoint.pt").exists()
-        raise Refused(f"{out} exists: name another --output_dir{advice}")
+        raise Refused(f"{out} exists: name another --output_dir, or --resume what is there")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
     first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
-    records = [first]
     folder = config.resume or config.history
     if folder:
         with refusing(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
@@ -1214,17 +1196,16 @@ def start(config, task, rule, optimizer):
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
     # A rule of the user's own should fail here rather than after the evaluation.
-    inputs = (torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
-    prune_prompts(copy.deepcopy(rule), *inputs)
+    upcoming = torch.arange(len(task.train))
+    prune_prompts(copy.deepcopy(rule), upcoming, config.prompts_per_step, torch.Generator())
     if config.resume:
-        records = earlier
         restore(saved, config, optimizer)
-        print(f"{out}: goes on after step {records[-1]['step']} of {config.steps}")
+        print(f"{out}: goes on after step {earlier[-1]['step']} of {config.steps}")
     with refusing(f"{out} cannot be written"):
         out.mkdir(parents=True, exist_ok=bool(config.resume))
         (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
         (out / "config.partial").replace(out / "config.json")
-    return out, records
+    return out, earlier if config.resume else [first]
 
 
 @torch.no_grad()
@@ -1250,7 +1231,7 @@ def save_checkpoint(out, records, rule, optimizer):
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
     """Evaluates the last step, if that is due, and makes those that are left, or, after Ctrl-C, the
-    one that it is at, and saves. A second Ctrl-C stops at once."""
+    one that it is at. A second Ctrl-C stops at once."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1273,54 +1254,41 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
                 record["evaluation"] = evaluate(task, config)
                 bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
             print(as_json(record), file=file, flush=True)
-            norms = torch.tensor([record["grad_norm"] for record in records[1:][-10:]])
-            if number % 10 == 0 and number > made and not (norms.isfinite() & (norms > 0)).any():
-                bar.write("no update in ten steps: see reward and grad_norm in metrics.jsonl")
             if config.save_every and number % config.save_every == 0 and made < number < last:
                 save_checkpoint(out, records, rule, optimizer)
             if signal.getsignal(signal.SIGINT) != stop:
                 break
-    save_checkpoint(out, records, rule, optimizer)
-    task.model.save_pretrained(out / "model")
-    task.tokenizer.save_pretrained(out / "model")
 
 
 def train(config, task):
     """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
-    after the current step, in KeyboardInterrupt. Whatever ends it, but a second Ctrl-C, the last
-    whole step is saved."""
+    after the current step, in KeyboardInterrupt. Whatever ends it, the last whole step is saved."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
     out, records = start(config, task, rule, optimizer)
-    go_on = f"\ngo on with: python dppo.py --resume={str(out)!r}"
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
-    except BaseException as error:
-        # Otherwise it ended within the updates of a step, or between them.
-        is_whole = optimizer.updates == records[-1]["updates"]
+        task.model.save_pretrained(out / "model")
+        task.tokenizer.save_pretrained(out / "model")
+    finally:
         try:
-            if is_whole and not isinstance(error, KeyboardInterrupt):
+            if optimizer.updates == records[-1]["updates"]:  # and not within those of a step
                 save_checkpoint(out, records, rule, optimizer)
         finally:
-            if (out / "checkpoint.pt").exists():
-                print(go_on)
-        raise
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if records[-1]["step"] < config.steps and (out / "checkpoint.pt").exists():
+                print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
     if records[-1]["step"] < config.steps:
-        print(go_on)
         raise KeyboardInterrupt
     before, after = records[0]["evaluation"], records[-1]["evaluation"]
     seconds, worth = records[-1]["cumulative_seconds"], records[-1].get("rollout_worth", 1.0)
-    summary = {"before": before, "after": after, "seconds": seconds, "device": DEVICE}
-    (out / "summary.json").write_text(as_json(summary, indent=2))
     key = f"avg@{config.eval_samples}"
     texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
     told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
     told += f"; a rollout was worth {worth:.1f} without pruning"
     print(f"{told}; {seconds:.0f} s of training; results are in {out}")
-    return summary
+    return {"before": before, "after": after, "seconds": seconds}
 
 
 def main():
@@ -1329,7 +1297,7 @@ def main():
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     options = {"usage": "python dppo.py [--setting value] ...", "allow_abbrev": False}
-    options["formatter_class"] = argparse.HelpFormatter
+    options["description"] = "Of two defaults, the second is that of the embedded task."
     parser = transformers.HfArgumentParser(Config, **options)
     try:
         resume, stored = parser.parse_args().resume, []

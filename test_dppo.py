@@ -1269,9 +1269,8 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
     assert sorted(example["prompt"] for example in examples) == ["0=", "1=", "8="]
     text = "prompt,answer\n1=,0124\n2=,\n3=,NA\n4=,true\n5=,1e5\n6=,18.50\n"
     specs = {"a b:[1].csv": "a b:[1].csv", "a.CSV": "a.CSV", "a.tsv": "a.tsv"}
-    specs |= {"a:b.csv": "a:b.csv:train", "folder/train.csv": "folder"}
+    specs |= {"a:b.csv": "a:b.csv:train"}
     for name, spec in specs.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text.replace(",", "\t") if name == "a.tsv" else text)
         found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{spec}", reward="exact")}
         assert found == {"1=": "0124", "3=": "NA", "4=": "true", "5=": "1e5", "6=": "18.50"}
@@ -1412,8 +1411,7 @@ def test_bad_settings_leave_nothing(arguments, message, refusal, monkeypatch, tm
     for name in ("metrics.jsonl", "config.json"):
         (tmp_path / name).write_text("{}\n")
     arguments = arguments.replace("{run}", str(tmp_path)).split()
-    told = refusal(*arguments)
-    assert message.replace("{run}", str(tmp_path)) in told and "or --resume it" not in told
+    assert message.replace("{run}", str(tmp_path)) in refusal(*arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "config.json"}
 
 
@@ -1438,7 +1436,7 @@ def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp
     assert kept == {0: before, 1: None, 2: before, 3: None, 4: before, 5: before}
     assert run("", steps=0)["after"] == before and len(evaluations) == 5
     [folder] = (tmp_path / "runs").iterdir()  # without --output_dir
-    assert (folder / "summary.json").exists()
+    assert metrics(folder)[0]["evaluation"] == before
 
 
 def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(monkeypatch, out):
@@ -1454,8 +1452,8 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(m
     means = {"one": {"avg@2": 0.25}, "two": {"avg@2": 0.6}}  # of the rewards that are given
     assert result.items() > means.items() and result["accuracy"] == 4 / 9
     run(out, task, steps=2, objective="dapo")
-    for name in ("summary.json", "metrics.jsonl"):
-        assert "null" in (out / name).read_text() and "NaN" not in (out / name).read_text()
+    written = (out / "metrics.jsonl").read_text()
+    assert "null" in written and "NaN" not in written
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, 3.0], [0.5, math.nan], [0.5, math.inf]])
@@ -1490,17 +1488,14 @@ SMALL |= {"inner_epochs": 2, "learning_rate": 3e-2, "completion_prune_rate": 0.2
 
 
 def assert_same_run(one, other):
-    """The same weights bit for bit, and the same records and results."""
+    """The same weights bit for bit, and the same records."""
     saved, again = torch.load(one / "checkpoint.pt"), torch.load(other / "checkpoint.pt")
     assert all(map(torch.equal, saved["weights"], again["weights"]))
     may_differ = {"cumulative_seconds", "rollout_seconds", "train_seconds", "evaluation"}
     for record, same in zip(metrics(one), metrics(other), strict=True):
         assert {name for name in record if record[name] != same.get(name)} <= may_differ
-    first, *_, last = metrics(one)
-    for out in (one, other):
-        summary = json.loads((out / "summary.json").read_text())
-        assert summary["before"] == first["evaluation"]
-        assert summary["after"] == last["evaluation"]
+    for end in (0, -1):
+        assert metrics(one)[end]["evaluation"] == metrics(other)[end]["evaluation"]
 
 
 TWO_PARTS = [(torch.float32, {"objective": "gspo", "beta": 0.1})]
@@ -1687,8 +1682,7 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tm
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", told.stdout, re.MULTILINE)
     assert printed == ["0", "10", "20", "30", "40"]
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.12
-    files = ["checkpoint.pt", "config.json", "metrics.jsonl", "model", "summary.json"]
-    assert sorted(os.listdir(out)) == files
+    before, *_, after = (record["evaluation"]["accuracy"] for record in metrics(out)[::10])
+    assert after > before + 0.12
+    assert sorted(os.listdir(out)) == ["checkpoint.pt", "config.json", "metrics.jsonl", "model"]
     assert sum(recorded(out, "prompts_rolled")) < 0.8 * sum(recorded(out, "prompts_seen"))

@@ -296,11 +296,14 @@ CHANGES = r"""
 - or number in (0, last)) and
 + or number == 0) and
 # Ctrl-C without a checkpoint: ctrl_c
--     save_checkpoint(out, records, rule, optimizer)
--     task.model.save
-+     if records[-1]["step"] == config.steps:
-+         save_checkpoint(out, records, rule, optimizer)
-+     task.model.save
+- if optimizer.updates == records[-1]["updates"]:  # and
++ if records[-1]["step"] == config.steps:  # and
+# no signal handler of ours while the end is saved: end_is_saved
+-     try:
+-         make_steps(out, records, task, rule, optimizer, reference, config)
++     try:
++         make_steps(out, records, task, rule, optimizer, reference, config)
++         signal.signal(signal.SIGINT, signal.default_int_handler)
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
@@ -402,11 +405,11 @@ CHANGES = r"""
 - parser.parse_args(stored + sys.argv[1:])
 + parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
 # a failing step leaves what the rule remembered: fails
-- rule.memory = memory  # as it was before the step
-+ pass
+- learned = copy.deepcopy(rule)
++ learned = rule
 # half a step saved: fails
-- if is_whole and not isinstance
-+ if not isinstance
+- if optimizer.updates == records[-1]["updates"]:  # and
++ if True:  # and
 # a fork has another module: fork
 - sys.modules["dppo"] = sys.modules["__main__"]
 + pass
