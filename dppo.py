@@ -214,8 +214,7 @@ def prune_prompts(rule, upcoming, limit, generator):
 
 
 def prune_completions(rule, advantages, prompt_weights, generator):
-    """Completion-level pruning, after the rollout: (B, G) advantages, (B,) weights of the prompts
-    -> (B, G) weights w_qi. pi may depend on all that came before, rollout and survivors."""
+    """Completion-level pruning, after the rollout: (B, G) advantages, (B,) w_q -> (B, G) w_qi."""
     pi = rule.completion_probabilities(advantages, prompt_weights).double()  # (B, G)
     check_probabilities(rule, pi, needed=has_gradient(advantages, rule.config.beta))
     return draw(pi.flatten(), generator).view_as(pi)
@@ -497,8 +496,7 @@ def proportional_probabilities(scores, rate, floor=0.0):
     Without a floor, scores of 0 get pi = 0 and are not counted; with one, 0 is a tiny score.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
-    sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation), so this rule is
-    best as far as |g| is proportional to the score. The notebook measures how far."""
+    sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation)."""
     scores = scores.double().clamp(min=1e-100 if floor > 0 else 0.0)  # NaN stays
     keep = keep_probabilities(scores[scores != 0], rate).sum().round()
     scores = scores.nan_to_num(math.inf)
@@ -626,12 +624,10 @@ class MasterAdam(torch.optim.Adam):
 # ---- 7. Rollout
 @torch.inference_mode()
 def decode(model, input_ids, generation_config, samples, temperature, end_ids, **inputs):
-    """The loop that `model.generate` runs in place of its own. It samples from the policy that is
-    trained, softmax(logits/temperature), without top_k and whatever else the model brings along. It
-    reads each prompt once for all its samples, and rows that have ended leave the batch.
-
-    (prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their end;
-    their log-probabilities."""
+    """(prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their
+    end; their log-probabilities. `model.generate` runs this loop in place of its own, to sample
+    from the policy that is trained, softmax(logits/temperature), without the model's top_k or the
+    like. It reads a prompt once for all its samples, and rows that have ended leave the batch."""
     cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until 5.23
     new, cache, mask = input_ids, inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(new) if mask is None else mask  # None: no padding
@@ -840,7 +836,7 @@ def reward_completions(task, examples, sequences):
     if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
         columns["prompts"] = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]
     for row, (_, ids) in zip(rows, sequences):
-        has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
+        has_ended = ids and ids[-1] in task.end_ids
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
         is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
         columns["completions"].append([{"role": "assistant", "content": text}] if is_chat else text)
@@ -926,11 +922,10 @@ def load_examples(spec, split, config, tokenizer):
             row = row | answer if is_ours else answer | row
             examples[tuple(ids)] = row | {"prompt": prompt, "prompt_ids": ids}
     told = f"{spec}: {gradable} of {len(rows)} rows can be graded"
-    if not gradable:
-        raise Refused(f"{told}: choose another --reward or --answer_column")
+    told += f", {len(examples)} different prompts within --max_prompt_tokens"
     if not examples:
-        raise Refused(f"{spec}: no prompt has from 1 to --max_prompt_tokens tokens")
-    print(f"{told}, {len(examples)} different prompts within --max_prompt_tokens")
+        raise Refused(f"{told}: see also --reward and --answer_column")
+    print(told)
     return examples
 
 
@@ -1001,9 +996,8 @@ def warm_started(tokenizer):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     sizes |= {"vocab_size": 259, "eos_token_id": 1, "pad_token_id": 0}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    cache = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo")
-    cache.mkdir(parents=True, exist_ok=True)
-    cached = cache / "sorter-2.pt"  # 2: of this recipe
+    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # 2: of this recipe
+    cached.parent.mkdir(parents=True, exist_ok=True)
     if cached.exists():
         model.load_state_dict(torch.load(cached, weights_only=True))
         return model
@@ -1024,7 +1018,7 @@ def warm_started(tokenizer):
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
     half = cached.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), half)
-    half.replace(cached)  # so that there is never half a model under that name
+    half.replace(cached)  # so that what is cached is always whole
     return model
 
 
@@ -1148,8 +1142,7 @@ def make_step(last, task, rule, optimizer, reference, config):
 
 def record_of(step, task):
     """What is recorded of a step: means over the window, estimated with the prompts' weights, of
-    groups that have a reward; entropy, clip_fraction and kl of the last update's tokens; of several
-    updates, the sum of what was trained, and the largest norm; the first group that is trained."""
+    groups that have a reward; entropy, clip_fraction and kl of the last update; a trained group."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
@@ -1176,7 +1169,7 @@ def record_of(step, task):
 
 def start(config, task, rule, optimizer):
     """The folder of a run and its records so far. With --resume, rule and optimizer get back what
-    they had. A new folder is made last, so that a run that is refused leaves nothing behind."""
+    they had. A new folder is made last: a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
         raise Refused(f"{out} exists: name another --output_dir, or --resume what is there")
@@ -1300,12 +1293,11 @@ def main():
     options["description"] = "Of two defaults, the second is that of the embedded task."
     parser = transformers.HfArgumentParser(Config, **options)
     try:
-        resume, stored = parser.parse_args().resume, []
-        if resume:  # its settings, before those given beside it, as the last one counts
+        resume = parser.parse_args().resume
+        if resume:
             with refusing(f"{resume}/config.json cannot be read"):
-                settings = json.loads(Path(resume, "config.json").read_text()).items()
-            stored = [f"--{name}={value}" for name, value in settings]
-        config = Config(**vars(parser.parse_args(stored + sys.argv[1:])))
+                parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
+        config = Config(**vars(parser.parse_args()))
         if not config.model:  # half of the threads: as they wait, they spin, slow on shared cores
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         train(config, load_task(config))

@@ -1199,7 +1199,7 @@ def refusal(main, capsys, monkeypatch):
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1="}]}]
 BAD_DATA = [
-    ({"answer": "B"}, "", "0 of 1 rows can be graded: choose another --reward or --answer_column"),
+    ({"answer": "B"}, "", "0 of 1 rows can be graded, 0 different prompts"),
     ({"answer": "1"}, "--reward test_dppo:as_dict", "1 finite numbers or None, not {0: 1.0}"),
     ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
     ({"answer": "2024-01-31"}, "--reward exact", "answer was read as timestamp"),

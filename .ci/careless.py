@@ -298,12 +298,6 @@ CHANGES = r"""
 # Ctrl-C without a checkpoint: ctrl_c
 - if optimizer.updates == records[-1]["updates"]:  # and
 + if records[-1]["step"] == config.steps:  # and
-# no signal handler of ours while the end is saved: end_is_saved
--     try:
--         make_steps(out, records, task, rule, optimizer, reference, config)
-+     try:
-+         make_steps(out, records, task, rule, optimizer, reference, config)
-+         signal.signal(signal.SIGINT, signal.default_int_handler)
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
@@ -402,8 +396,8 @@ CHANGES = r"""
 - folder = config.resume or config.history
 + folder = config.history or config.resume
 # settings beside resume ignored: ctrl_c
-- parser.parse_args(stored + sys.argv[1:])
-+ parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
+- config = Config(**vars(parser.parse_args()))
++ config = Config(**vars(parser.parse_args(["--resume", resume] if resume else None)))
 # a failing step leaves what the rule remembered: fails
 - learned = copy.deepcopy(rule)
 + learned = rule
