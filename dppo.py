@@ -589,7 +589,7 @@ def refusing(what):
 
 # ---- 6. Order and precision
 def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts that come after `seen` candidates, as each epoch orders them."""
+    """(prompt_count,) the prompts after `seen` candidates; each epoch has its own order."""
     epoch, start = divmod(seen, prompt_count)
     order = []
     for number in (epoch, epoch + 1):
@@ -599,8 +599,8 @@ def next_prompts(seen, prompt_count, seed):
 
 class MasterAdam(torch.optim.Adam):
     """Adam in float32. At a learning rate of 1e-6, updates of bfloat16 weights would be rounded
-    away, so each bfloat16 weight has a float32 master: Adam updates the master, which is then
-    rounded to the weight. Gradients are summed in float32. A float32 weight is its own master."""
+    away, so Adam updates a float32 master of each weight (of a float32 weight, itself), which is
+    then rounded to the weight. Gradients are summed in float32."""
 
     def __init__(self, model, learning_rate):
         self.updates = 0  # so far
@@ -657,8 +657,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
 
 
 def sample(task, prompts, samples, config):
-    """Lists of prompt ids -> `samples` sequences of each prompt; (tokens,) log-probabilities of the
-    completions, from decode. A completion ends with its first end id or is cut."""
+    """Lists of prompt ids -> `samples` sequences of each; (tokens,) their log-probabilities."""
     ids = [torch.tensor(prompt, device=task.model.device) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
     settings = {"custom_generate": decode, "samples": samples, "temperature": config.temperature}
@@ -732,8 +731,8 @@ def text_of(completion):
 
 def gsm8k_number(text, is_answer=False):
     r"""The number that a text gives after its last mark, #### or \boxed{, and the last = in that
-    line, or else at its end. None where it is part of an expression. An answer must be one number,
-    or what a name or a calculation is equal to. Commas go where they stand before three digits."""
+    line, or else at its end; None where it is part of an expression. An answer must be one number,
+    or what a name or a calculation is equal to."""
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
     text = re.sub(r"\\?[$€£]", "", text)
     text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
@@ -815,8 +814,8 @@ def load_task(config):
 
 
 def turn_end(tokenizer):
-    """{the first special id that the chat template writes after an assistant's message}, if there
-    is one. Base models end their texts with another."""
+    """{the first special id that the chat template writes after an assistant's message}, if any.
+    Base models end their texts with another."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
     with suppress(Exception):  # without a template, or with one that wants more than this
         text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
@@ -924,7 +923,7 @@ def load_examples(spec, split, config, tokenizer):
     told = f"{spec}: {gradable} of {len(rows)} rows can be graded"
     told += f", {len(examples)} different prompts within --max_prompt_tokens"
     if not examples:
-        raise Refused(f"{told}: see also --reward and --answer_column")
+        raise Refused(f"{told}: see --reward and --answer_column")
     print(told)
     return examples
 
@@ -1053,11 +1052,11 @@ class Config:
     temperature: float = setting((1.0, 0.7), "of the samples")
     max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
-    model: str = setting("", "causal LM, on the Hub or in a folder, in place of the embedded one")
+    model: str = setting("", "causal LM, on the Hub or in a folder")
     dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
     prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the same")
-    system_prompt: str = setting("", "put before every prompt, in place of its own system message")
+    system_prompt: str = setting("", "before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
@@ -1072,7 +1071,7 @@ class Config:
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
     output_dir: str = setting("", "folder of the run; without, a new one under runs/")
-    history: str = setting("", "folder of an earlier run, to start with its memory of the prompts")
+    history: str = setting("", "folder of an earlier run, to start with what it remembers")
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
@@ -1120,8 +1119,7 @@ def evaluate(task, config):
 def make_step(last, task, rule, optimizer, reference, config):
     """Makes the step that follows the one of record `last` -> its record."""
     started_at = time.perf_counter()
-    # All that is random follows from the seed and the number of candidates so far. The draws have a
-    # generator of their own, with another seed: a reward function may seed torch's global one.
+    # The draws have a generator of their own, as a reward function may seed torch's global one.
     seen = last["candidates_so_far"]
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
@@ -1130,7 +1128,7 @@ def make_step(last, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    learned = copy.deepcopy(rule)  # so that a step that fails leaves nothing in the rule's memory
+    learned = copy.deepcopy(rule)  # a step that fails leaves the rule as it was
     step = dppo_step(task, learned, optimizer, reference, upcoming, means, generator, config)
     record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
     vars(rule).update(vars(learned))
@@ -1142,7 +1140,7 @@ def make_step(last, task, rule, optimizer, reference, config):
 
 def record_of(step, task):
     """What is recorded of a step: means over the window, estimated with the prompts' weights, of
-    groups that have a reward; entropy, clip_fraction and kl of the last update; a trained group."""
+    groups that have a reward; entropy, clip_fraction and kl of the last update; a group."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
@@ -1161,7 +1159,7 @@ def record_of(step, task):
         record[name] = sum(update[name] for update in step.updates)
     norms = torch.tensor([update["grad_norm"] for update in step.updates])
     record["grad_norm"] = norms.max().item()  # NaN if one is NaN
-    q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
+    q = step.w.any(dim=1).int().argmax().item()  # the first group that is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
     return record | {"rewards": step.rewards[q].tolist(), "weights": step.w[q].tolist()}
@@ -1172,7 +1170,7 @@ def start(config, task, rule, optimizer):
     they had. A new folder is made last: a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        raise Refused(f"{out} exists: name another --output_dir, or --resume what is there")
+        raise Refused(f"{out} exists: name another --output_dir, or --resume it")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
     first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
@@ -1223,8 +1221,8 @@ def save_checkpoint(out, records, rule, optimizer):
 
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
-    """Evaluates the last step, if that is due, and makes those that are left, or, after Ctrl-C, the
-    one that it is at. A second Ctrl-C stops at once."""
+    """Evaluates the last step, if that is due, and makes those that are left. Ctrl-C stops it after
+    the step that it is at, a second one at once."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1254,8 +1252,8 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
 
 
 def train(config, task):
-    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
-    after the current step, in KeyboardInterrupt. Whatever ends it, the last whole step is saved."""
+    """Makes a run, or the rest of one, and saves the model -> the summary. Whatever ends it, the
+    last whole step is saved. A Ctrl-C that stopped it is raised at the end."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
@@ -1266,7 +1264,7 @@ def train(config, task):
         task.tokenizer.save_pretrained(out / "model")
     finally:
         try:
-            if optimizer.updates == records[-1]["updates"]:  # and not within those of a step
+            if optimizer.updates == records[-1]["updates"]:  # not within a step's
                 save_checkpoint(out, records, rule, optimizer)
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1298,7 +1296,7 @@ def main():
             with refusing(f"{resume}/config.json cannot be read"):
                 parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
         config = Config(**vars(parser.parse_args()))
-        if not config.model:  # half of the threads: as they wait, they spin, slow on shared cores
+        if not config.model:  # half of the threads: as they wait, they spin
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         train(config, load_task(config))
     except KeyboardInterrupt:

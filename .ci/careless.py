@@ -296,8 +296,8 @@ CHANGES = r"""
 - or number in (0, last)) and
 + or number == 0) and
 # Ctrl-C without a checkpoint: ctrl_c
-- if optimizer.updates == records[-1]["updates"]:  # and
-+ if records[-1]["step"] == config.steps:  # and
+- if optimizer.updates == records[-1]["updates"]:  # not
++ if records[-1]["step"] == config.steps:  # not
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
@@ -402,8 +402,8 @@ CHANGES = r"""
 - learned = copy.deepcopy(rule)
 + learned = rule
 # half a step saved: fails
-- if optimizer.updates == records[-1]["updates"]:  # and
-+ if True:  # and
+- if optimizer.updates == records[-1]["updates"]:  # not
++ if True:  # not
 # a fork has another module: fork
 - sys.modules["dppo"] = sys.modules["__main__"]
 + pass
