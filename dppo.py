@@ -417,8 +417,7 @@ class Means(NamedTuple):
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo, and for gspo, in which all tokens of a
-    completion have the same surrogate; otherwise a constant.
+    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant.
 
     dapo divides by the number of all tokens, N G times the mean length, which is unknown where
     prompts are pruned. The mean length of *earlier* steps replaces it, as it is fixed before the
@@ -1066,7 +1065,7 @@ class Config:
     # The run
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
     eval_every: int = setting((0, 10), "steps between evaluations; 0: none")
-    save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
+    save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
@@ -1252,20 +1251,20 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
 
 
 def train(config, task):
-    """Makes a run, or the rest of one, and saves the model -> the summary. Whatever ends it, the
-    last whole step is saved. A Ctrl-C that stopped it is raised at the end."""
+    """Makes a run, or the rest of one -> the summary. Whatever ends it, the last whole step and its
+    model are saved. A Ctrl-C that stopped it is raised at the end."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
     out, records = start(config, task, rule, optimizer)
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
-        task.model.save_pretrained(out / "model")
-        task.tokenizer.save_pretrained(out / "model")
     finally:
         try:
-            if optimizer.updates == records[-1]["updates"]:  # not within a step's
+            if optimizer.updates == records[-1]["updates"]:  # not amid those of a step
                 save_checkpoint(out, records, rule, optimizer)
+                task.model.save_pretrained(out / "model")
+                task.tokenizer.save_pretrained(out / "model")
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if records[-1]["step"] < config.steps and (out / "checkpoint.pt").exists():
