@@ -816,7 +816,7 @@ def turn_end(tokenizer):
     """{the first special id that the chat template writes after an assistant's message}, if any.
     Base models end their texts with another."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
-    with suppress(Exception):  # without a template, or with one that wants more than this
+    with suppress(Exception):  # no template, or one that wants more than this
         text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
         after = tokenizer.encode(text, add_special_tokens=False)
         return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
@@ -875,7 +875,7 @@ READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), ("json", {}))
 
 def load_rows(spec, split):
     """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900]. A
-    path is a file, of which the name may have colons, or else a name on the Hub, or a URL."""
+    path is a file, whose name may have colons, or else a name on the Hub, or a URL."""
     parts = re.split(r":(?!//|[^\[]*\])", spec)  # at colons, but those of https:// and train[a:b]
     paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
     path = next(filter(os.path.isfile, paths), paths[-1])
@@ -1016,7 +1016,7 @@ def warm_started(tokenizer):
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
     half = cached.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), half)
-    half.replace(cached)  # so that what is cached is always whole
+    half.replace(cached)  # which is always whole
     return model
 
 
@@ -1059,7 +1059,7 @@ class Config:
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
-    eval_dataset: str = setting("", "like --dataset, several with commas; without, held out of it")
+    eval_dataset: str = setting("", "like --dataset, with commas; without, held out of it")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
     # The run
@@ -1216,7 +1216,7 @@ def restore(saved, config, optimizer):
 def save_checkpoint(out, records, rule, optimizer):
     saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
     torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
-    (out / "partial.pt").replace(out / "checkpoint.pt")  # so that one is always whole
+    (out / "partial.pt").replace(out / "checkpoint.pt")  # which is always whole
 
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
