@@ -33,7 +33,6 @@ beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, s
     NaN       a reward that was not given, or a score that is not yet known
 """
 
-import argparse
 import copy
 import glob
 import json
@@ -49,6 +48,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,8 +214,7 @@ def prune_prompts(rule, upcoming, limit, generator):
 
 
 def prune_completions(rule, advantages, prompt_weights, generator):
-    """Completion-level pruning, after the rollout: (B, G) advantages, (B,) weights of the prompts
-    -> (B, G) weights w_qi. pi may depend on all that came before, rollout and survivors."""
+    """Completion-level pruning, after the rollout: (B, G) advantages, (B,) w_q -> (B, G) w_qi."""
     pi = rule.completion_probabilities(advantages, prompt_weights).double()  # (B, G)
     check_probabilities(rule, pi, needed=has_gradient(advantages, rule.config.beta))
     return draw(pi.flatten(), generator).view_as(pi)
@@ -418,8 +417,7 @@ class Means(NamedTuple):
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo, and for gspo, in which all tokens of a
-    completion have the same surrogate; otherwise a constant.
+    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant.
 
     dapo divides by the number of all tokens, N G times the mean length, which is unknown where
     prompts are pruned. The mean length of *earlier* steps replaces it, as it is fixed before the
@@ -497,8 +495,7 @@ def proportional_probabilities(scores, rate, floor=0.0):
     Without a floor, scores of 0 get pi = 0 and are not counted; with one, 0 is a tiny score.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
-    sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation), so this rule is
-    best as far as |g| is proportional to the score. The notebook measures how far."""
+    sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation)."""
     scores = scores.double().clamp(min=1e-100 if floor > 0 else 0.0)  # NaN stays
     keep = keep_probabilities(scores[scores != 0], rate).sum().round()
     scores = scores.nan_to_num(math.inf)
@@ -591,7 +588,7 @@ def refusing(what):
 
 # ---- 6. Order and precision
 def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts that come after `seen` candidates, as each epoch orders them."""
+    """(prompt_count,) the prompts after `seen` candidates; each epoch has its own order."""
     epoch, start = divmod(seen, prompt_count)
     order = []
     for number in (epoch, epoch + 1):
@@ -601,8 +598,8 @@ def next_prompts(seen, prompt_count, seed):
 
 class MasterAdam(torch.optim.Adam):
     """Adam in float32. At a learning rate of 1e-6, updates of bfloat16 weights would be rounded
-    away, so each bfloat16 weight has a float32 master: Adam updates the master, which is then
-    rounded to the weight. Gradients are summed in float32. A float32 weight is its own master."""
+    away, so Adam updates a float32 master of each weight (of a float32 weight, itself), which is
+    then rounded to the weight. Gradients are summed in float32."""
 
     def __init__(self, model, learning_rate):
         self.updates = 0  # so far
@@ -626,12 +623,10 @@ class MasterAdam(torch.optim.Adam):
 # ---- 7. Rollout
 @torch.inference_mode()
 def decode(model, input_ids, generation_config, samples, temperature, end_ids, **inputs):
-    """The loop that `model.generate` runs in place of its own. It samples from the policy that is
-    trained, softmax(logits/temperature), without top_k and whatever else the model brings along. It
-    reads each prompt once for all its samples, and rows that have ended leave the batch.
-
-    (prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their end;
-    their log-probabilities."""
+    """(prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their
+    end; their log-probabilities. `model.generate` runs this loop in place of its own, to sample
+    from the policy that is trained, softmax(logits/temperature), without the model's top_k or the
+    like. It reads a prompt once for all its samples, and rows that have ended leave the batch."""
     cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until 5.23
     new, cache, mask = input_ids, inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(new) if mask is None else mask  # None: no padding
@@ -661,8 +656,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
 
 
 def sample(task, prompts, samples, config):
-    """Lists of prompt ids -> `samples` sequences of each prompt; (tokens,) log-probabilities of the
-    completions, from decode. A completion ends with its first end id or is cut."""
+    """Lists of prompt ids -> `samples` sequences of each; (tokens,) their log-probabilities."""
     ids = [torch.tensor(prompt, device=task.model.device) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
     settings = {"custom_generate": decode, "samples": samples, "temperature": config.temperature}
@@ -736,8 +730,8 @@ def text_of(completion):
 
 def gsm8k_number(text, is_answer=False):
     r"""The number that a text gives after its last mark, #### or \boxed{, and the last = in that
-    line, or else at its end. None where it is part of an expression. An answer must be one number,
-    or what a name or a calculation is equal to. Commas go where they stand before three digits."""
+    line, or else at its end; None where it is part of an expression. An answer must be one number,
+    or what a name or a calculation is equal to."""
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
     text = re.sub(r"\\?[$€£]", "", text)
     text = THOUSANDS.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
@@ -756,31 +750,23 @@ def gsm8k_number(text, is_answer=False):
     return float(found[0].replace(" ", ""))
 
 
-def graded(prompts, completions, answers, read_answer, read):
+def graded(prompts, completions, answer, read_answer, read_text, **columns):
     """1 where what is read of a completion is what is read of its answer, None where that is
     nothing. Reasoning is left out, and so is all of a completion whose <think> does not end."""
     rewards = []
-    for prompt, completion, answer in zip(prompts, completions, answers):
+    for prompt, completion, wanted in zip(prompts, completions, answer):
         text = text_of(completion)
         if "<think>" in text_of(prompt).rpartition("</think>")[2]:
             text = "<think>" + text
         text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
-        wanted = None if answer is None else read_answer(str(answer))
-        is_right = not unfinished and read(text) == wanted
+        wanted = None if wanted is None else read_answer(str(wanted))
+        is_right = not unfinished and read_text(text) == wanted
         rewards.append(None if wanted in (None, "") else float(is_right))
     return rewards
 
 
-def exact(prompts, completions, answer, **columns):
-    """1 where a completion is the answer, but for white space around it; None without an answer."""
-    return graded(prompts, completions, answer, str.strip, str.strip)
-
-
-def gsm8k(prompts, completions, answer, **columns):
-    """1 where the numbers agree; None for an answer that is not one number."""
-    return graded(prompts, completions, answer, lambda gold: gsm8k_number(gold, True), gsm8k_number)
-
-
+exact = partial(graded, read_answer=str.strip, read_text=str.strip)
+gsm8k = partial(graded, read_answer=partial(gsm8k_number, is_answer=True), read_text=gsm8k_number)
 REWARDS = {"exact": exact, "gsm8k": gsm8k}
 
 
@@ -808,12 +794,7 @@ def load_task(config):
     evals = {name: list(examples.values()) for name, examples in evals.items() if examples}
     task = Task(list(train.values()), evals, tokenizer, config.reward_function)
     trial = task.train[:99]
-    try:
-        reward_completions(task, trial, [Sequence([], [])] * len(trial))
-    except Exception as error:
-        error.add_note("Completions were empty here, and are messages in chats: see dppo.text_of.")
-        error.add_note("Every column of the data is an argument, so a reward needs **columns.")
-        raise
+    reward_completions(task, trial, [Sequence([], [])] * len(trial))
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded"):
@@ -825,17 +806,17 @@ def load_task(config):
     ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
     task.end_ids = sorted(ids | turn_end(tokenizer))
     check_sampling(task, config)
-    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}; {len(train)} prompts to train on"
     ending = tokenizer.decode(task.train[0]["prompt_ids"])[-40:]
-    print(f"{told}, of which the first ends {ending!r}")
+    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}"
+    print(f"{told}; the first of {len(train)} prompts to train on ends {ending!r}")
     return task
 
 
 def turn_end(tokenizer):
-    """{the first special id that the chat template writes after an assistant's message}, if there
-    is one. Base models end their texts with another."""
+    """{the first special id that the chat template writes after an assistant's message}, if any.
+    Base models end their texts with another."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
-    with suppress(Exception):  # without a template, or with one that wants more than this
+    with suppress(Exception):  # no template, or one that wants more than this
         text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
         after = tokenizer.encode(text, add_special_tokens=False)
         return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
@@ -844,30 +825,28 @@ def turn_end(tokenizer):
 
 def reward_completions(task, examples, sequences):
     """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none. The reward
-    function gets the columns of the data. Refuses what are not finite numbers or None."""
+    function gets the columns of the data."""
     samples = len(sequences) // len(examples)
     rows = [examples[i // samples] for i in range(len(sequences))]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
     if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
-        endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
-        columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
+        columns["prompts"] = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]
     for row, (_, ids) in zip(rows, sequences):
-        has_ended = not {*ids[-1:]}.isdisjoint(task.end_ids)
+        has_ended = ids and ids[-1] in task.end_ids
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
         is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
         columns["completions"].append([{"role": "assistant", "content": text}] if is_chat else text)
     values = task.reward(**columns)
-    rewards = torch.tensor(math.inf)
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+    must = f"the reward function must return a list of {len(rows)} finite numbers or None"
+    with refusing(f"{must}, not {values!r:.60}"):
         numbers = []
-        for value in [] if isinstance(values, dict | set) else values:
+        for value in values[:]:  # a set or a dict has no order
             numbers.append(math.nan if value is None else value)
         rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), samples)
-    if rewards.isinf().any():
-        must = f"the reward function must return a list of {len(rows)} finite numbers or None"
-        raise Refused(f"{must}, not {values!r:.60}")
+        if rewards.isinf().any():
+            raise Refused("one is infinite")
     return rewards
 
 
@@ -896,7 +875,7 @@ READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), ("json", {}))
 
 def load_rows(spec, split):
     """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900]. A
-    path is a file, of which the name may have colons, or else a name on the Hub, or a URL."""
+    path is a file, whose name may have colons, or else a name on the Hub, or a URL."""
     parts = re.split(r":(?!//|[^\[]*\])", spec)  # at colons, but those of https:// and train[a:b]
     paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
     path = next(filter(os.path.isfile, paths), paths[-1])
@@ -910,10 +889,7 @@ def load_rows(spec, split):
         raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
     warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        rows = datasets.load_dataset(source, *names, split=split, **options)
-        if rows.info.builder_name == "csv" and source != "csv":  # in a folder, or on the Hub
-            rows = datasets.load_dataset(source, *names, split=split, **TEXT)
-        return rows
+        return datasets.load_dataset(source, *names, split=split, **options)
 
 
 def load_examples(spec, split, config, tokenizer):
@@ -944,11 +920,10 @@ def load_examples(spec, split, config, tokenizer):
             row = row | answer if is_ours else answer | row
             examples[tuple(ids)] = row | {"prompt": prompt, "prompt_ids": ids}
     told = f"{spec}: {gradable} of {len(rows)} rows can be graded"
-    if not gradable:
-        raise Refused(f"{told}: choose another --reward or --answer_column")
+    told += f", {len(examples)} different prompts within --max_prompt_tokens"
     if not examples:
-        raise Refused(f"{spec}: no prompt has from 1 to --max_prompt_tokens tokens")
-    print(f"{told}, {len(examples)} different prompts within --max_prompt_tokens")
+        raise Refused(f"{told}: see --reward and --answer_column")
+    print(told)
     return examples
 
 
@@ -1019,9 +994,8 @@ def warm_started(tokenizer):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     sizes |= {"vocab_size": 259, "eos_token_id": 1, "pad_token_id": 0}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    cache = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache", "dppo")
-    cache.mkdir(parents=True, exist_ok=True)
-    cached = cache / "sorter-2.pt"  # 2: of this recipe
+    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # 2: of this recipe
+    cached.parent.mkdir(parents=True, exist_ok=True)
     if cached.exists():
         model.load_state_dict(torch.load(cached, weights_only=True))
         return model
@@ -1040,29 +1014,16 @@ def warm_started(tokenizer):
         # Imitation is a policy gradient on given completions of advantage 1.
         shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
-    partial = cached.with_suffix(f".{os.getpid()}")
-    torch.save(model.state_dict(), partial)
-    partial.replace(cached)  # so that there is never half a model
+    half = cached.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), half)
+    half.replace(cached)  # which is always whole
     return model
 
 
 # ---- 12. Settings
 def setting(default, text):
-    """A field of Config: its default, or a pair of them, with --model and for the embedded task,
-    and its line of --help."""
-    shown = f" ({default})" if default != "" else ""
-    if isinstance(default, tuple):
-        shown = " ({}; embedded task {})".format(*default)
-    return field(default=default, metadata={"help": text + shown, "metavar": ""})
-
-
-def find_function(option, name, known):
-    """A rule or a reward: a known one by its name, or the user's own as package.module:name."""
-    with refusing(f"--{option} {name} is not one of {', '.join(known)}"):
-        found = known.get(name) or pkgutil.resolve_name(name)
-        if not callable(found):
-            raise Refused("it cannot be called; write module:name")
-    return found
+    """A field of Config: its default, or that with --model and that of the embedded task; help."""
+    return field(default=default, metadata={"help": text, "metavar": ""})
 
 
 # The least value of the numbers that may not be 0.
@@ -1076,13 +1037,11 @@ class Config:
     """All settings of the command line. Refuses what would silently go wrong."""
 
     # The method
-    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional, or module:Rule")
+    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
     objective: Literal["grpo", "dr_grpo", "dapo", "gspo"] = setting("grpo", "dr_grpo, dapo, gspo")
     prompt_prune_rate: float = setting(0.7, "r_q, share of the low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, share of low-scoring completions to prune")
-    prompts_per_step: int = setting(
-        32, "noise of a step, in prompts without pruning; no more are rolled out"
-    )
+    prompts_per_step: int = setting(32, "unpruned prompts of equal noise; no more are rolled out")
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
@@ -1092,26 +1051,26 @@ class Config:
     temperature: float = setting((1.0, 0.7), "of the samples")
     max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
-    model: str = setting("", "causal LM, on the Hub or in a folder; default: the embedded one")
+    model: str = setting("", "causal LM, on the Hub or in a folder")
     dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
     prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the same")
-    system_prompt: str = setting("", "put before every prompt, in place of its own system message")
+    system_prompt: str = setting("", "before every prompt, in place of its own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
-    eval_dataset: str = setting("", "like --dataset, several with commas; default: held out of it")
+    eval_dataset: str = setting("", "like --dataset, with commas; without, held out of it")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
     # The run
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
     eval_every: int = setting((0, 10), "steps between evaluations; 0: none")
-    save_every: int = setting(50, "steps between checkpoints; 0: only after the last")
+    save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
     rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
     seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
-    output_dir: str = setting("", "folder of the run; default: a new one under runs/")
-    history: str = setting("", "folder of an earlier run, to start with its memory of the prompts")
+    output_dir: str = setting("", "folder of the run; without, a new one under runs/")
+    history: str = setting("", "folder of an earlier run, to start with what it remembers")
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
@@ -1130,14 +1089,20 @@ class Config:
         of_user = (self.model, self.dataset, self.eval_dataset, self.system_prompt)
         if any(of_user) and not (self.model and self.dataset):
             raise Refused("--model or --dataset is missing: data of your own need both")
-        self.rule_class = find_function("method", self.method, RULES)
-        self.reward_function = find_function("reward", self.reward, REWARDS)
+        found = []
+        for name, known in (("method", RULES), ("reward", REWARDS)):
+            value = getattr(self, name)
+            with refusing(f"--{name} {value} is not one of {', '.join(known)}"):
+                found.append(known.get(value) or pkgutil.resolve_name(value))
+                if not callable(found[-1]):
+                    raise Refused("it cannot be called; write module:name")
+        self.rule_class, self.reward_function = found
 
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
-def as_json(value, **options):
+def as_json(value):
     """JSON, which lacks NaN and infinity: they become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), **options)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 def evaluate(task, config):
@@ -1153,8 +1118,7 @@ def evaluate(task, config):
 def make_step(last, task, rule, optimizer, reference, config):
     """Makes the step that follows the one of record `last` -> its record."""
     started_at = time.perf_counter()
-    # All that is random follows from the seed and the number of candidates so far. The draws have a
-    # generator of their own, with another seed: a reward function may seed torch's global one.
+    # The draws have a generator of their own, as a reward function may seed torch's global one.
     seen = last["candidates_so_far"]
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
@@ -1163,13 +1127,10 @@ def make_step(last, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    memory = copy.deepcopy(rule.memory)
-    try:
-        step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
-        record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
-    except BaseException:
-        rule.memory = memory  # as it was before the step
-        raise
+    learned = copy.deepcopy(rule)  # a step that fails leaves the rule as it was
+    step = dppo_step(task, learned, optimizer, reference, upcoming, means, generator, config)
+    record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
+    vars(rule).update(vars(learned))
     seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
     record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
     record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
@@ -1178,8 +1139,7 @@ def make_step(last, task, rule, optimizer, reference, config):
 
 def record_of(step, task):
     """What is recorded of a step: means over the window, estimated with the prompts' weights, of
-    groups that have a reward; entropy, clip_fraction and kl of the last update's tokens; of several
-    updates, the sum of what was trained, and the largest norm; the first group that is trained."""
+    groups that have a reward; entropy, clip_fraction and kl of the last update; a group."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
@@ -1191,14 +1151,14 @@ def record_of(step, task):
     record = {"prompts_seen": step.N, "prompts_rolled": B, "weight_max": step.w.max().item()}
     for name, values in of_groups.items():
         record[name] = (w_q @ values.double().nan_to_num() / w_q.sum()).item()
-    means = step.means
-    record |= {"rollout_worth": means.worth(means.pruned), "means": means._asdict()}
-    record |= {"prompt_worth": means.worth(means.prompts_pruned), **step.updates[-1]}
+    record |= {"means": step.means._asdict(), **step.updates[-1]}
+    record["rollout_worth"] = step.means.worth(step.means.pruned)
+    record["prompt_worth"] = step.means.worth(step.means.prompts_pruned)
     for name in ("completions_trained", "tokens_trained"):
         record[name] = sum(update[name] for update in step.updates)
-    norms = torch.tensor([update["grad_norm"] for update in step.updates], dtype=torch.float64)
+    norms = torch.tensor([update["grad_norm"] for update in step.updates])
     record["grad_norm"] = norms.max().item()  # NaN if one is NaN
-    q = step.w.any(dim=1).int().argmax().item()  # the first group of which something is trained
+    q = step.w.any(dim=1).int().argmax().item()  # the first group that is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
     return record | {"rewards": step.rewards[q].tolist(), "weights": step.w[q].tolist()}
@@ -1206,15 +1166,13 @@ def record_of(step, task):
 
 def start(config, task, rule, optimizer):
     """The folder of a run and its records so far. With --resume, rule and optimizer get back what
-    they had. A new folder is made last, so that a run that is refused leaves nothing behind."""
+    they had. A new folder is made last: a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        advice = ", or --resume it" * (out / "checkpoint.pt").exists()
-        raise Refused(f"{out} exists: name another --output_dir{advice}")
+        raise Refused(f"{out} exists: name another --output_dir, or --resume it")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
     first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
-    records = [first]
     folder = config.resume or config.history
     if folder:
         with refusing(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
@@ -1228,17 +1186,16 @@ def start(config, task, rule, optimizer):
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
     # A rule of the user's own should fail here rather than after the evaluation.
-    inputs = (torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
-    prune_prompts(copy.deepcopy(rule), *inputs)
+    upcoming = torch.arange(len(task.train))
+    prune_prompts(copy.deepcopy(rule), upcoming, config.prompts_per_step, torch.Generator())
     if config.resume:
-        records = earlier
         restore(saved, config, optimizer)
-        print(f"{out}: goes on after step {records[-1]['step']} of {config.steps}")
+        print(f"{out}: goes on after step {earlier[-1]['step']} of {config.steps}")
     with refusing(f"{out} cannot be written"):
         out.mkdir(parents=True, exist_ok=bool(config.resume))
         (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
         (out / "config.partial").replace(out / "config.json")
-    return out, records
+    return out, earlier if config.resume else [first]
 
 
 @torch.no_grad()
@@ -1259,12 +1216,12 @@ def restore(saved, config, optimizer):
 def save_checkpoint(out, records, rule, optimizer):
     saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
     torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
-    (out / "partial.pt").replace(out / "checkpoint.pt")  # so that one is always whole
+    (out / "partial.pt").replace(out / "checkpoint.pt")  # which is always whole
 
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
-    """Evaluates the last step, if that is due, and makes those that are left, or, after Ctrl-C, the
-    one that it is at, and saves. A second Ctrl-C stops at once."""
+    """Evaluates the last step, if that is due, and makes those that are left. Ctrl-C stops it after
+    the step that it is at, a second one at once."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1287,54 +1244,41 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
                 record["evaluation"] = evaluate(task, config)
                 bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
             print(as_json(record), file=file, flush=True)
-            norms = torch.tensor([record["grad_norm"] for record in records[1:][-10:]])
-            if number % 10 == 0 and number > made and not (norms.isfinite() & (norms > 0)).any():
-                bar.write("no update in ten steps: see reward and grad_norm in metrics.jsonl")
             if config.save_every and number % config.save_every == 0 and made < number < last:
                 save_checkpoint(out, records, rule, optimizer)
             if signal.getsignal(signal.SIGINT) != stop:
                 break
-    save_checkpoint(out, records, rule, optimizer)
-    task.model.save_pretrained(out / "model")
-    task.tokenizer.save_pretrained(out / "model")
 
 
 def train(config, task):
-    """Makes a run, or the rest of one, and saves the model -> the summary. The first Ctrl-C ends it
-    after the current step, in KeyboardInterrupt. Whatever ends it, but a second Ctrl-C, the last
-    whole step is saved."""
+    """Makes a run, or the rest of one -> the summary. Whatever ends it, the last whole step and its
+    model are saved. A Ctrl-C that stopped it is raised at the end."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
     out, records = start(config, task, rule, optimizer)
-    go_on = f"\ngo on with: python dppo.py --resume={str(out)!r}"
     try:
         make_steps(out, records, task, rule, optimizer, reference, config)
-    except BaseException as error:
-        # Otherwise it ended within the updates of a step, or between them.
-        is_whole = optimizer.updates == records[-1]["updates"]
-        try:
-            if is_whole and not isinstance(error, KeyboardInterrupt):
-                save_checkpoint(out, records, rule, optimizer)
-        finally:
-            if (out / "checkpoint.pt").exists():
-                print(go_on)
-        raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            if optimizer.updates == records[-1]["updates"]:  # not amid those of a step
+                save_checkpoint(out, records, rule, optimizer)
+                task.model.save_pretrained(out / "model")
+                task.tokenizer.save_pretrained(out / "model")
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if records[-1]["step"] < config.steps and (out / "checkpoint.pt").exists():
+                print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
     if records[-1]["step"] < config.steps:
-        print(go_on)
         raise KeyboardInterrupt
     before, after = records[0]["evaluation"], records[-1]["evaluation"]
     seconds, worth = records[-1]["cumulative_seconds"], records[-1].get("rollout_worth", 1.0)
-    summary = {"before": before, "after": after, "seconds": seconds, "device": DEVICE}
-    (out / "summary.json").write_text(as_json(summary, indent=2))
     key = f"avg@{config.eval_samples}"
     texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
     told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
     told += f"; a rollout was worth {worth:.1f} without pruning"
     print(f"{told}; {seconds:.0f} s of training; results are in {out}")
-    return summary
+    return {"before": before, "after": after, "seconds": seconds}
 
 
 def main():
@@ -1343,16 +1287,15 @@ def main():
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     options = {"usage": "python dppo.py [--setting value] ...", "allow_abbrev": False}
-    options["formatter_class"] = argparse.HelpFormatter
+    options["description"] = "Of two defaults, the second is that of the embedded task."
     parser = transformers.HfArgumentParser(Config, **options)
     try:
-        resume, stored = parser.parse_args().resume, []
-        if resume:  # its settings, before those given beside it, as the last one counts
+        resume = parser.parse_args().resume
+        if resume:
             with refusing(f"{resume}/config.json cannot be read"):
-                settings = json.loads(Path(resume, "config.json").read_text()).items()
-            stored = [f"--{name}={value}" for name, value in settings]
-        config = Config(**vars(parser.parse_args(stored + sys.argv[1:])))
-        if not config.model:  # half of the threads: as they wait, they spin, slow on shared cores
+                parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
+        config = Config(**vars(parser.parse_args()))
+        if not config.model:  # half of the threads: as they wait, they spin
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         train(config, load_task(config))
     except KeyboardInterrupt:

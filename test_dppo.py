@@ -958,14 +958,13 @@ def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NTK = {"rope_parameters": {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 100.0}}
-NTK |= {"max_position_embeddings": 48}
 MODELS = [
     ("Qwen2ForCausalLM", {"use_cache": False}, None),
     ("GPT2LMHeadModel", {}, None),
     ("Gemma3ForCausalLM", {"sliding_window": 8}, None),
     ("Qwen3ForCausalLM", {"rope_parameters": YARN | {"rope_theta": 1e4}}, None),
     ("GPT2LMHeadModel", {"max_position_embeddings": 63}, "index out of range"),
-    ("LlamaForCausalLM", NTK, "differ by"),
+    ("LlamaForCausalLM", NTK | {"max_position_embeddings": 48}, "differ by"),
     ("OPTForCausalLM", {"tie_word_embeddings": False}, "differ by"),  # ignores position ids
     ("GraniteForCausalLM", {"logits_scaling": 1.1}, "scaled, capped"),
     ("Qwen3NextForCausalLM", {}, "Attention"),  # has another cache
@@ -988,13 +987,11 @@ def test_only_models_that_sample_as_they_are_trained_are_accepted(name, more, re
         dppo.check_sampling(task, config)
 
 
-@pytest.mark.parametrize("change", ["alternating", "NaN", "padding"])
+@pytest.mark.parametrize("change", [0.01, math.nan])
 def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypatch):
-    def changed(task, prompts, samples, config):
-        sequences, logprobs = sample(task, prompts, samples, config)
-        changes = {"alternating": 0.01 * (-1) ** torch.arange(len(logprobs)), "NaN": math.nan}
-        changes["padding"] = 0.01 * len({len(prompt) for prompt in prompts}) - 0.01
-        return sequences, logprobs + changes[change]
+    def changed(*inputs):
+        sequences, logprobs = sample(*inputs)
+        return sequences, logprobs + change * (-1) ** torch.arange(len(logprobs))
 
     sample = dppo.sample
     monkeypatch.setattr(dppo, "sample", changed)
@@ -1062,22 +1059,16 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
     expected = {"prompts": ["12=", "12=", chat, chat], "completions": completions}
     expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2]}
     assert task.reward.call_args.kwargs == expected
+    for wrong in ([1.0] * 3, [math.inf] * 4, ["1"] * 4, {1.0, 2.0, 3.0, 4.0}, {0: 1.0}, None):
+        task.reward.return_value = wrong
+        with pytest.raises(ValueError, match="must return a list of 4 finite numbers or None"):
+            dppo.reward_completions(task, examples, sequences)
 
 
 # ==== 9 and 10. Tasks and data ====
 def short(prompts, completions, **columns):
-    """A reward, as somebody might plug one in. The next two are wrong."""
+    """A reward, as somebody might plug one in."""
     return [float(len(completion) < 4) for completion in completions]
-
-
-two_values = mock.Mock(return_value=[0.0, 0.0])
-as_dict = mock.Mock(return_value={0: 1.0})
-
-
-def save_model(model, path, chat_template=None):
-    for part in (model, tiny_tokenizer(chat_template)):
-        part.save_pretrained(path)
-    return str(path)
 
 
 def write_rows(path, rows):
@@ -1091,8 +1082,9 @@ def user(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     rows = [{"question": f"{a}=", "answer": f"#### {a}"} for a in range(100, 180)]
     data = write_rows(folder / "data.jsonl", rows)
-    model = save_model(tiny_model(torch.float32, eos_token_id=[12, 7]), folder / "model")
-    return {"model": model, "dataset": data, "max_completion_tokens": 8}
+    for part in (tiny_model(torch.float32, eos_token_id=[12, 7]), tiny_tokenizer()):
+        part.save_pretrained(folder / "model")
+    return {"model": f"{folder}/model", "dataset": data, "max_completion_tokens": 8}
 
 
 @pytest.fixture
@@ -1101,8 +1093,8 @@ def main(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments, **settings):
-        named = itertools.chain(*((f"--{name}", value) for name, value in settings.items()))
-        monkeypatch.setattr(sys, "argv", ["dppo.py", *map(str, [*named, *arguments])])
+        named = [f"--{name}={value}" for name, value in settings.items()]
+        monkeypatch.setattr(sys, "argv", ["dppo.py", *named, *arguments])
         dppo.main()
 
     return command
@@ -1114,11 +1106,10 @@ def refusal(main, capsys, monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
 
     def told(*arguments, **settings):
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(SystemExit, match="2"):
             main(*arguments, **settings)
         usage, line = capsys.readouterr().err.strip().splitlines()
-        assert usage == "usage: python dppo.py [--setting value] ..."
-        assert exit_.value.code == 2 and len(line) < 480
+        assert usage == "usage: python dppo.py [--setting value] ..." and len(line) < 480
         return line
 
     return told
@@ -1126,16 +1117,12 @@ def refusal(main, capsys, monkeypatch):
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1="}]}]
 BAD_DATA = [
-    ({"answer": "B"}, "", "0 of 1 rows can be graded: choose another --reward or --answer_column"),
-    ({"answer": "1"}, "--reward test_dppo:as_dict", "1 finite numbers or None, not {0: 1.0}"),
+    ({"answer": "B"}, "", "0 of 1 rows can be graded, 0 different prompts"),
     ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
-    ({"answer": "2024-01-31"}, "--reward exact", "answer was read as timestamp"),
     ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
     ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
-    ({"question": ["1="], "answer": "1"}, "", "a message needs a role and a text"),
     ({"answer": "1"}, "--dataset test_dppo.py", "is a file, but none of parquet, csv, tsv, json"),
     ({"answer": "1"}, "--eval_dataset data.jsonl:train", "has only prompts that are evaluated"),
-    ({"answer": "1"}, "--reward test_dppo:two_values", "1 finite numbers or None, not [0.0, 0.0]"),
 ]
 
 
@@ -1158,9 +1145,9 @@ def test_a_model_has_all_end_ids_rotary_frequencies_in_float32_and_no_code(user,
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert task.end_ids == [1, 7, 12]  # that of the tokenizer, and the model's
     assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
-    options = [kind.from_pretrained.call_args.kwargs for kind in kinds]
-    assert [of_kind["trust_remote_code"] for of_kind in options] == [False, False]
-    assert options[1]["attn_implementation"] == "sdpa"
+    for kind in kinds:
+        assert kind.from_pretrained.call_args.kwargs["trust_remote_code"] is False
+    assert kinds[1].from_pretrained.call_args.kwargs["attn_implementation"] == "sdpa"
 
 
 CHAT_TEMPLATE = (
@@ -1195,13 +1182,10 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
     examples = load(f"{tmp_path}/a.parquet:train[:2]+train[-1:]", reward="test_dppo:short")
     assert sorted(example["prompt"] for example in examples) == ["0=", "1=", "8="]
     text = "prompt,answer\n1=,0124\n2=,\n3=,NA\n4=,true\n5=,1e5\n6=,18.50\n"
-    specs = {"a b:[1].csv": "a b:[1].csv", "a.CSV": "a.CSV", "a.tsv": "a.tsv"}
-    specs |= {"a:b.csv": "a:b.csv:train", "folder/train.csv": "folder"}
-    for name, spec in specs.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name, split in (("a b:[1].csv", ""), ("a:b.CSV", ":train"), ("a.tsv", "")):
         (tmp_path / name).write_text(text.replace(",", "\t") if name == "a.tsv" else text)
-        found = {row["prompt"]: row["answer"] for row in load(f"{tmp_path}/{spec}", reward="exact")}
-        assert found == {"1=": "0124", "3=": "NA", "4=": "true", "5=": "1e5", "6=": "18.50"}
+        answers = {row["answer"] for row in load(f"{tmp_path}/{name}{split}", reward="exact")}
+        assert answers == {"0124", "NA", "true", "1e5", "18.50"}
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": null}\n')
     assert [row["answer"] for row in load(f"{tmp_path}/a.jsonl.gz", reward="gsm8k")] == [7]
@@ -1219,41 +1203,31 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
 
 
 def test_without_a_split_one_trains_on_train_and_evaluates_on_test(user, monkeypatch):
-    monkeypatch.setattr(dppo, "load_examples", mock.Mock(return_value={}))
-    dppo.user_data(Config(**user, eval_dataset="a,b"))
-    assert [call.args[1] for call in dppo.load_examples.mock_calls] == ["train", "test", "test"]
+    loaded = mock.Mock(return_value={(id_,): {} for id_ in range(9)})
+    monkeypatch.setattr(dppo, "load_examples", loaded)
+    _, evals, _ = dppo.user_data(Config(**user, eval_dataset="a,b", eval_prompts=3))
+    assert [call.args[1] for call in loaded.mock_calls] == ["train", "test", "test"]
+    assert [len(examples) for examples in evals.values()] == [3, 3]
 
 
-def test_chat_templates_nested_answers_and_several_evaluation_sets(tmp_path):
-    messages = [{"role": "system", "content": "88"}, {"role": "user", "content": "12"}]
-    verl = {"prompt": messages, "reward_model": {"ground_truth": "21", "style": "rule"}}
-    rows = [{"problem": f"3{i}", "answer": "4"} for i in range(5)]
-    text = write_rows(tmp_path / "text.jsonl", rows)
-    settings = {"dataset": write_rows(tmp_path / "verl.jsonl", [verl]), "eval_prompts": 3}
-    settings |= {"eval_dataset": f"{text}:train,{text}:train[:2]", "max_completion_tokens": 8}
-    settings |= {"model": save_model(tiny_model(), tmp_path / "model", CHAT_TEMPLATE)}
-    kwargs = '{"enable_thinking": false, "add_generation_prompt": false}'  # the latter not heeded
-    task = dppo.load_task(Config(**settings, system_prompt="9", chat_template_kwargs=kwargs))
-    [example] = task.train
-    assert example["prompt"] == [{"role": "system", "content": "9"}, messages[1]]
-    assert task.tokenizer.decode(example["prompt_ids"]) == "912=0"
-    assert example["answer"] == "21"
-    assert [len(examples) for examples in task.evals.values()] == [3, 2]
-
-
-def test_a_chat_that_the_assistant_ends_is_continued():
+def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_continued():
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("{% endfor %}", "9{% endfor %}"))
-    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
-    for prompt, expected in ((chat, "1293"), (chat[:1], "129="), ("12", "129=")):
-        _, ids = dppo.encode_prompt(prompt, Config(model="x", dataset="x"), tokenizer)
-        assert tokenizer.decode(ids) == expected
+    roles = {"system": "8", "user": "12", "assistant": "3"}
+    system, *chat = [{"role": role, "content": text} for role, text in roles.items()]
+    kwargs = '{"enable_thinking": false, "add_generation_prompt": false}'  # the latter not heeded
+    plain = Config(model="x", dataset="x", chat_template_kwargs=kwargs)
+    config = Config(model="x", dataset="x", chat_template_kwargs=kwargs, system_prompt="7")
+    for prompt, text in ((chat, "1293"), ([system, *chat[:1]], "89129=0"), ("12", "129=0")):
+        assert tokenizer.decode(dppo.encode_prompt(prompt, plain, tokenizer)[1]) == text
+        messages, ids = dppo.encode_prompt(prompt, config, tokenizer)
+        assert tokenizer.decode(ids) == "79" + text.removeprefix("89")
+        assert messages[:2] == [system | {"content": "7"}, chat[0]]
 
 
 def test_reasoning_that_the_template_begins_must_end_to_be_graded():
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
-    tokenizer.chat_template = "{{ messages[0].content }}<think>\n"
-    prompt, ids = dppo.encode_prompt("2?", Config(model="x", dataset="x"), tokenizer)
-    example = {"prompt": prompt, "prompt_ids": ids, "answer": "5"}
+    ids = tokenizer.encode("2?<think>\n", add_special_tokens=False)
+    example = {"prompt": [{"role": "user", "content": "2?"}], "prompt_ids": ids, "answer": "5"}
     sequences = [Sequence(ids, tokenizer.encode(text)) for text in ("5", "4</think>5")]
     task = Task([], {}, tokenizer, dppo.gsm8k, None, [tokenizer.eos_token_id])
     assert dppo.reward_completions(task, [example], sequences).tolist() == [[0.0, 1.0]]
@@ -1273,8 +1247,8 @@ def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
 def test_without_evaluation_sets_at_most_a_fifth_is_held_out(eval_prompts, held_out, user):
-    user = user | {"eval_prompts": eval_prompts}
-    task, other = dppo.load_task(Config(**user)), dppo.load_task(Config(**user, seed=1))
+    configs = [Config(**user, eval_prompts=eval_prompts, seed=seed) for seed in (0, 1)]
+    task, other = map(dppo.load_task, configs)
     trained = [example["question"] for example in task.train]
     evaluated = [example["question"] for example in itertools.chain(*task.evals.values())]
     assert len(evaluated) == held_out and len({*trained, *evaluated}) == 80
@@ -1304,22 +1278,15 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
     def train_step(model, optimizer, sequences, *_):
         model.lm_head.weight.data += sum(sequences[0].completion)
 
-    tokenizer, models, wrong = transformers.ByT5Tokenizer(extra_ids=0), [], set()
-    demonstrated = mock.Mock(side_effect=train_step)
-    monkeypatch.setattr(dppo, "train_step", demonstrated)
-    monkeypatch.setattr(torch, "save", mock.Mock(wraps=torch.save))
+    tokenizer, models = transformers.ByT5Tokenizer(extra_ids=0), []
+    taught = mock.Mock(side_effect=train_step)
+    monkeypatch.setattr(dppo, "train_step", taught)
     for cache in (tmp_path / "one", tmp_path / "two", tmp_path / "two"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         models.append(dppo.warm_started(tokenizer).lm_head.weight)
         assert len([path for path in cache.rglob("*") if path.is_file()]) == 1
     assert torch.equal(models[0], models[1]) and torch.equal(models[1], models[2])
-    assert not [call for call in torch.save.mock_calls if call.args[1].suffix == ".pt"]  # half
-    for (_, _, sequences, *_, config), _ in demonstrated.call_args_list[:100]:
-        assert config.temperature == 1
-        for prompt, (*digits, end) in sequences:
-            assert end == tokenizer.eos_token_id
-            wrong.add((len(digits) < 9, digits != sorted(prompt[:-1])))
-    assert wrong == {(True, False), (False, False), (False, True)}  # some answers of 9 and more
+    assert taught.call_count == 2 * 400  # and not a third time
 
 
 # ==== 12. Settings ====
@@ -1328,20 +1295,17 @@ BAD_SETTINGS = [
     ("--method dpo", "--method dpo is not one of "),
     ("--method test_dppo", "it cannot be called; write module:name"),
     ("--system_prompt x", "--model or --dataset is missing"),
-    ("--output_dir {run}", "{run} exists: name another --output_dir"),
-    ("--resume {run}", "{run}/checkpoint.pt cannot be read: [Errno 2] No such file"),
+    ("--output_dir .", ". exists: name another --output_dir"),
+    ("--resume .", "./checkpoint.pt cannot be read: [Errno 2] No such file"),
 ]
 
 
 @pytest.mark.parametrize("arguments, message", BAD_SETTINGS)
 def test_bad_settings_leave_nothing(arguments, message, refusal, monkeypatch, tmp_path):
     monkeypatch.setattr(dppo, "load_task", lambda config: tiny_task(evals=0))
-    for name in ("metrics.jsonl", "config.json"):
-        (tmp_path / name).write_text("{}\n")
-    arguments = arguments.replace("{run}", str(tmp_path)).split()
-    told = refusal(*arguments)
-    assert message.replace("{run}", str(tmp_path)) in told and "or --resume it" not in told
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "config.json"}
+    (tmp_path / "config.json").write_text("{}")
+    assert message in refusal(*arguments.split())
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_settings_that_would_train_on_nonsense_are_refused():
@@ -1365,7 +1329,7 @@ def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp
     assert kept == {0: before, 1: None, 2: before, 3: None, 4: before, 5: before}
     assert run("", steps=0)["after"] == before and len(evaluations) == 5
     [folder] = (tmp_path / "runs").iterdir()  # without --output_dir
-    assert (folder / "summary.json").exists()
+    assert metrics(folder)[0]["evaluation"] == before
 
 
 def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(monkeypatch, out):
@@ -1377,12 +1341,11 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(m
     result = dppo.evaluate(task, config)
     ids = [example["prompt_ids"] for example in task.train[:3]]
     assert [call.prompts for call, _ in calls] == [ids[:2], ids[:2], ids[2:], ids[:1]]
-    assert all(call.samples == 2 and call.config is config for call, _ in calls)
     means = {"one": {"avg@2": 0.25}, "two": {"avg@2": 0.6}}  # of the rewards that are given
     assert result.items() > means.items() and result["accuracy"] == 4 / 9
     run(out, task, steps=2, objective="dapo")
-    for name in ("summary.json", "metrics.jsonl"):
-        assert "null" in (out / name).read_text() and "NaN" not in (out / name).read_text()
+    written = (out / "metrics.jsonl").read_text()
+    assert "null" in written and "NaN" not in written
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, 3.0], [0.5, math.nan], [0.5, math.inf]])
@@ -1404,9 +1367,7 @@ def test_records_estimate_means_over_the_window_and_hold_a_group_that_is_trained
     expected |= {"zero_variance_fraction": 1 / 3, "truncated_fraction": 1 / 6}
     expected |= {"completion_length": (2 * 2 + 2) / 3, "kl": norms[0], "grad_norm": norms[-1]}
     expected |= {"rollout_worth": 1.5, "prompt_worth": 3, "tokens_trained": 9 * len(norms)}
-    of_record = {name: record[name] for name in expected}
-    assert of_record == pytest.approx(expected, nan_ok=True)
-    assert dppo.Means(**record["means"]) == step.means
+    assert {name: record[name] for name in expected} == pytest.approx(expected, nan_ok=True)
     assert record["prompt"] == "1" and record["completions"] == ["23", "29"]
     assert (record["rewards"], record["weights"]) == ([1, 1], [1, 3])
 
@@ -1417,17 +1378,12 @@ SMALL |= {"inner_epochs": 2, "learning_rate": 3e-2, "completion_prune_rate": 0.2
 
 
 def assert_same_run(one, other):
-    """The same weights bit for bit, and the same records and results."""
+    """The same weights bit for bit, and the same records."""
     saved, again = torch.load(one / "checkpoint.pt"), torch.load(other / "checkpoint.pt")
     assert all(map(torch.equal, saved["weights"], again["weights"]))
-    may_differ = {"cumulative_seconds", "rollout_seconds", "train_seconds", "evaluation"}
+    may_differ = {"cumulative_seconds", "rollout_seconds", "train_seconds"}
     for record, same in zip(metrics(one), metrics(other), strict=True):
         assert {name for name in record if record[name] != same.get(name)} <= may_differ
-    first, *_, last = metrics(one)
-    for out in (one, other):
-        summary = json.loads((out / "summary.json").read_text())
-        assert summary["before"] == first["evaluation"]
-        assert summary["after"] == last["evaluation"]
 
 
 TWO_PARTS = [(torch.float32, {"objective": "gspo", "beta": 0.1})]
@@ -1439,11 +1395,9 @@ TWO_PARTS += [(torch.float32, SMALL | {"history": "first"})]
 def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run(Path("first"), tiny_task(seldom_teaches), **SMALL, steps=9)  # for the history of another
-    for out, steps in (("one", 12), ("two", 5), ("two", 12)):
+    for out, steps in (("one", 12), ("two", 6), ("two", 12)):
         task = tiny_task(seldom_teaches, tiny_model(dtype))
         summary = run(tmp_path / out, task, **settings | {"steps": steps, "eval_every": 3})
-        if steps == 5:
-            (tmp_path / "two" / "metrics.jsonl").write_text("{}\n" * 9)
     two = tmp_path / "two"
     assert_same_run(tmp_path / "one", two)
     assert len(set(recorded(two, "prompts_rolled"))) > (settings.get("method") == OURS)
@@ -1451,13 +1405,12 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
     assert min(seconds) > 0 and sum(seconds) == pytest.approx(summary["seconds"])
     saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")
     assert torch.equal(saved.lm_head.weight, task.model.lm_head.weight)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(two / "model")
-    assert tokenizer.encode("12=") == task.tokenizer.encode("12=")
+    assert len(transformers.AutoTokenizer.from_pretrained(two / "model")) == 13
 
 
 # What fails, at which of its calls; the step that is saved. The first updates are those of step 1.
 FAILURES = [("evaluate", 1, 0), ("evaluate", 3, 4), ("sample", 1, 0), ("reward_completions", 5, 2)]
-FAILURES += [("prune_completions", 6, 2), ("remember", 3, 2), ("train_step", 7, 3)]
+FAILURES += [("prune_completions", 6, 2), ("train_step", 7, 3)]  # by then, the rule has learned
 # Between two updates, or within one, no whole step can be saved.
 FAILURES += [("train_step", 8, None), ("step", 5, None), ("record_of", 1, None)]
 FAILURES += [("record_of", 3, 2)]  # a step without an update
@@ -1465,21 +1418,18 @@ FAILURES += [("record_of", 3, 2)]  # a step without an update
 
 @pytest.mark.parametrize("name, call, step", FAILURES)
 def test_a_run_that_fails_goes_on_as_if_it_had_not(name, call, step, monkeypatch, capsys, tmp_path):
-    def failing(*inputs, **named):  # once; a rule may then have remembered half
-        fails = next(calls) == call
-        result = real(*inputs, **named) if name == "remember" or not fails else None
-        if fails:
-            raise SystemExit
-        return result
+    def failing(*inputs, **named):
+        if next(calls) == call:
+            raise KeyboardInterrupt  # or anything else
+        return real(*inputs, **named)
 
     one, two = tmp_path / "one", tmp_path / "two"
     settings = SMALL | {"steps": 6, "eval_every": 2, "save_every": 0}
     run(one, **settings)
-    owners = {"remember": dppo.ProportionalDPPO, "step": torch.optim.Adam}
-    owner, calls = owners.get(name, dppo), itertools.count(1)
+    owner, calls = torch.optim.Adam if name == "step" else dppo, itertools.count(1)
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, failing)
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt):
         run(two, **settings)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if step is None:
@@ -1500,21 +1450,10 @@ def test_a_process_that_dies_saving_leaves_the_last_checkpoint(monkeypatch, out)
     assert (out / "checkpoint.pt").read_bytes() == whole
 
 
-@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
-def test_a_run_of_which_a_file_is_cut_is_refused_and_left_as_it_is(name, out):
-    run(out, steps=2)
-    (out / name).write_bytes((out / name).read_bytes()[:-100])
-    before = [path.read_bytes() for path in out.glob("*.*")]
-    with pytest.raises(ValueError):
-        run(out, steps=4, resume=str(out))
-    assert [path.read_bytes() for path in out.glob("*.*")] == before
-
-
 def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
     run(out, steps=2)
     before = [path.read_bytes() for path in out.glob("*.*")]
-    different = {"eval_prompts": 3, "temperature": 0.1, "reward": "test_dppo:short", "seed": 1}
-    different |= {"learning_rate": 1e-3, "objective": "dapo", "beta": 0.1}
+    different = {"temperature": 0.1, "reward": "test_dppo:short", "seed": 1, "objective": "dapo"}
     for name, value in different.items():
         with pytest.raises(ValueError, match=f"--{name} must be"):
             run(out, **{name: value})
@@ -1535,8 +1474,6 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     run(tmp_path / "first", tiny_task(prompts=4, evals=0), steps=8, **settings)
     saved = torch.load(tmp_path / "first" / "checkpoint.pt")
     settings |= {"history": str(tmp_path / "first"), "steps": 1}
-    with pytest.raises(ValueError, match="another method"):
-        run(tmp_path / "other", tiny_task(prompts=4), **settings | {"method": "grpo"})
     windows, steps = spy(monkeypatch, "prune_prompts", "dppo_step")
     for module, name in ((torch, "load"), (transformers, "set_seed")):
         monkeypatch.setattr(module, name, mock.Mock(wraps=getattr(module, name)))
@@ -1551,35 +1488,25 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
 
 
 def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(main, monkeypatch, capsys, out):
-    calls = itertools.count(0)
-
-    def reward(**columns):
-        if next(calls) == 6:  # in the sixth step, as the first call is of the evaluation
+    def interrupted(real, at, *inputs, **columns):
+        if next(at) == 0:
             signal.raise_signal(signal.SIGINT)
-        return lengths_reward(**columns)
+        return real(*inputs, **columns)
 
+    # The first call of the reward is of the evaluation, the seventh in the sixth step.
+    reward = partial(interrupted, lengths_reward, itertools.count(-6))
     monkeypatch.setattr(dppo, "load_task", lambda config: tiny_task(reward))
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match="130"):
         main(steps=9, prompts_per_step=4, output_dir=out, save_every=0)
-    assert exit_.value.code == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a second stops at once
     assert f"go on with: python dppo.py --resume='{out}'" in capsys.readouterr().out
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6]
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    # One while the end is saved loses nothing.
+    monkeypatch.setattr(torch, "save", partial(interrupted, torch.save, itertools.count(0)))
     main(steps=8, resume=out)
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 8
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_while_the_end_is_saved_loses_nothing(monkeypatch, out):
-    def save(*inputs):
-        signal.raise_signal(signal.SIGINT)
-        real(*inputs)
-
-    real = torch.save
-    monkeypatch.setattr(torch, "save", save)
-    run(out, steps=3, save_every=0)
-    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 3
 
 
 def test_out_of_memory_is_reported_with_advice(main, monkeypatch):
@@ -1610,12 +1537,10 @@ def test_slow_the_plain_command_raises_the_middle_class_and_writes_every_file(tm
     out = tmp_path / "run"
     command = [sys.executable, dppo.__file__, "--steps", "40", "--output_dir", str(out)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TQDM_DISABLE": "1"}
-    command += ["--prompts_per_step", "32"]  # an epoch has 32 steps
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     printed = re.findall(r"^step (\d+): accuracy 0\.\d\d$", told.stdout, re.MULTILINE)
     assert printed == ["0", "10", "20", "30", "40"]
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["after"]["middle"]["avg@4"] > summary["before"]["middle"]["avg@4"] + 0.12
-    files = ["checkpoint.pt", "config.json", "metrics.jsonl", "model", "summary.json"]
-    assert sorted(os.listdir(out)) == files
+    accuracies = [record["evaluation"]["accuracy"] for record in metrics(out)[::10]]
+    assert accuracies[-1] > accuracies[0] + 0.12
+    assert sorted(os.listdir(out)) == ["checkpoint.pt", "config.json", "metrics.jsonl", "model"]
     assert sum(recorded(out, "prompts_rolled")) < 0.8 * sum(recorded(out, "prompts_seen"))

@@ -296,11 +296,8 @@ CHANGES = r"""
 - or number in (0, last)) and
 + or number == 0) and
 # Ctrl-C without a checkpoint: ctrl_c
--     save_checkpoint(out, records, rule, optimizer)
--     task.model.save
-+     if records[-1]["step"] == config.steps:
-+         save_checkpoint(out, records, rule, optimizer)
-+     task.model.save
+- if optimizer.updates == records[-1]["updates"]:  # not
++ if records[-1]["step"] == config.steps:  # not
 # two runs in a folder: two_runs
 - exist_ok=bool(config.resume))
 + exist_ok=True)
@@ -322,8 +319,8 @@ CHANGES = r"""
 - rewards.append(None if wanted in (None, "") else float(is_right))
 + rewards.append(float(is_right))
 # reasoning that does not end is graded: rewards_compare
-- is_right = not unfinished and read
-+ is_right = read
+- is_right = not unfinished and read_text
++ is_right = read_text
 # a comma left out anywhere: numbers
 - [1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])
 + [0-9]+({COMMA}[0-9]+)+
@@ -399,14 +396,14 @@ CHANGES = r"""
 - folder = config.resume or config.history
 + folder = config.history or config.resume
 # settings beside resume ignored: ctrl_c
-- parser.parse_args(stored + sys.argv[1:])
-+ parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
+- config = Config(**vars(parser.parse_args()))
++ config = Config(**vars(parser.parse_args(["--resume", resume] if resume else None)))
 # a failing step leaves what the rule remembered: fails
-- rule.memory = memory  # as it was before the step
-+ pass
+- learned = copy.deepcopy(rule)
++ learned = rule
 # half a step saved: fails
-- if is_whole and not isinstance
-+ if not isinstance
+- if optimizer.updates == records[-1]["updates"]:  # not
++ if True:  # not
 # a fork has another module: fork
 - sys.modules["dppo"] = sys.modules["__main__"]
 + pass
