@@ -1127,7 +1127,8 @@ def make_step(last, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    learned = copy.deepcopy(rule)  # a step that fails leaves the rule as it was
+    learned = copy.copy(rule)
+    learned.memory = copy.deepcopy(rule.memory)  # a step that fails leaves the rule's as it was
     step = dppo_step(task, learned, optimizer, reference, upcoming, means, generator, config)
     record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
     vars(rule).update(vars(learned))
@@ -1186,8 +1187,9 @@ def start(config, task, rule, optimizer):
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
     # A rule of the user's own should fail here rather than after the evaluation.
-    upcoming = torch.arange(len(task.train))
-    prune_prompts(copy.deepcopy(rule), upcoming, config.prompts_per_step, torch.Generator())
+    trial, upcoming = copy.copy(rule), torch.arange(len(task.train))
+    trial.memory = copy.deepcopy(rule.memory)
+    prune_prompts(trial, upcoming, config.prompts_per_step, torch.Generator())
     if config.resume:
         restore(saved, config, optimizer)
         print(f"{out}: goes on after step {earlier[-1]['step']} of {config.steps}")

@@ -255,8 +255,7 @@ class Unweighted(dppo.DPPO):
     unbiased = False
 
 
-# What is remembered of the six: the score of the last visit, or sums of rewards of all visits. The
-# second had none.
+# What is remembered of the six: the last score, or sums of rewards. The second had no visit.
 REMEMBERED = {"score": [0.1, math.nan, 0.2, 0.3, 0.6, 0.9]}
 REMEMBERED |= {"right": [8, 0, 0.3, 4, 5, 1], "wrong": [0.01, 0, 7, 4, 1, 6]}
 
@@ -271,9 +270,7 @@ def rule_with_history(method=PAPER, r_q=0.7, r_o=0.7, beta=0.0):
 
 
 # Chance is replaced by enumeration. A draw depends on two random things alone, an order and a
-# number u: every_draw patches both, to run the real draw on every order and, as weights are
-# piecewise constant in u, on one u of each piece. every_result replays a function that draws more
-# than once, like dppo_step, and tries all outcomes of each draw, on which later pi may depend.
+# number u. As weights are piecewise constant in u, one u of each piece is enough.
 def every_draw(pi):
     """All outcomes of draw(pi) -> [(probability, (n,) weights)]. The pieces of u end where items
     do, modulo 1. Items with pi of 0 or 1 shift the others by whole numbers only."""
@@ -295,7 +292,8 @@ def every_draw(pi):
 
 def every_result(function):
     """All outcomes of a function, however often it draws -> [(probability, result)]. A path is the
-    outcomes of its draws so far; one draw more raises EOFError, and gives longer paths."""
+    outcomes of its draws so far, on which later pi may depend. One draw more raises EOFError, and
+    gives longer paths."""
     results, paths = [], [(1.0, [])]
     for probability, path in paths:
         try:
@@ -525,7 +523,8 @@ def test_the_expected_gradient_of_dppo_step_is_full(method, objective, beta, upc
 
 # ---- What a rollout is worth
 def test_the_noise_that_is_remembered_has_the_expectation_of_its_formula():
-    """For the rule whose pi do not depend on what is drawn before."""
+    """For the rule whose pi do not depend on what is drawn before. Worth, made of expectations, has
+    its two bounds: the rise of the share of A^2 among the rollouts, and that of the best rule."""
 
     def remembered():
         N, kept, w_q = prune_prompts(rule, torch.arange(6), LIMIT, None)
@@ -542,6 +541,10 @@ def test_the_noise_that_is_remembered_has_the_expectation_of_its_formula():
     assert unpruned.item() == pytest.approx(squares.mean().item())
     assert prompts_pruned.item() == pytest.approx((squares / pi_q).mean().item() / 5)
     assert pruned.item() == pytest.approx((squares / pi).mean().item() / 5)
+    of_groups = squares.mean(dim=1, keepdim=True)
+    worth = unpruned / (pi_q.sum() * prompts_pruned)
+    rise = (pi_q * of_groups).sum() / pi_q.sum() / of_groups.mean()
+    assert worth < min(rise, of_groups.mean() / of_groups.sqrt().mean() ** 2)
 
 
 def test_running_means_weigh_earlier_steps_and_leave_out_those_without_a_gradient():
@@ -573,8 +576,7 @@ def test_a_step_rolls_out_no_more_than_without_pruning_and_at_least_one(monkeypa
         assert windows[-1][0].limit == limit and recorded(out / str(n), "prompts_rolled") == [limit]
 
 
-# ---- Six ways to lose it, under the paper's rule and with a window of five prompts, unless it says
-# otherwise. In 1 and 2, the gradients are A grad log p, with random numbers as grad log p.
+# ---- Six ways to lose it, mostly under the paper's rule, with a window of five prompts
 GRAD_LOG_P = torch.randn(5, G, 5, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -878,6 +880,9 @@ def test_its_prompts_are_scored_by_what_others_like_them_had_at_their_next_visit
     scores, rate, floor = asked.call_args.args
     assert scores[2:5].allclose(torch.stack([like_1, like_0, guess[7]]).sqrt())
     assert scores[6:].isnan().all() and (rate, floor) == (0.5, rule.floor)
+    known = {name: values.clone() for name, values in rule.memory.items()}
+    prune_prompts(rule, torch.arange(9), 4, torch.Generator())
+    assert all(values.equal(rule.memory[name]) for name, values in known.items())  # no draw counts
 
 
 def test_it_sums_successes_with_decay_and_takes_rewards_within_0_and_1():
@@ -1067,7 +1072,6 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
 
 # ==== 9 and 10. Tasks and data ====
 def short(prompts, completions, **columns):
-    """A reward, as somebody might plug one in."""
     return [float(len(completion) < 4) for completion in completions]
 
 

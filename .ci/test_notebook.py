@@ -25,7 +25,6 @@ from test_dppo import (
     every_result,
     random_sequences,
     rule_with_history,
-    save_model,
     tiny_model,
     tiny_tokenizer,
 )
@@ -185,8 +184,9 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
 @pytest.mark.parametrize("setting", [{"loss_type": "bnpo"}, {"beta": 0.1}, {"num_iterations": 2}])
 def test_the_trl_example_refuses_what_would_be_biased(setting, tmp_path):
     example = trl_example()
-    model = save_model(tiny_model(torch.float32), tmp_path)  # a folder: TRL loads a reference
-    settings = trl_settings(example["trl"], tmp_path, **setting) | {"model": str(model)}
+    settings = trl_settings(example["trl"], tmp_path, **setting)
+    settings["model"].save_pretrained(tmp_path / "model")  # a folder: TRL loads a reference
+    settings["model"] = str(tmp_path / "model")
     with pytest.raises(ValueError, match="needs loss_type grpo, dr_grpo or dapo, beta 0"):
         example["DPPOTrainer"](**settings)
 
