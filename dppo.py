@@ -1041,7 +1041,7 @@ class Config:
     objective: Literal["grpo", "dr_grpo", "dapo", "gspo"] = setting("grpo", "dr_grpo, dapo, gspo")
     prompt_prune_rate: float = setting(0.7, "r_q, share of the low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, share of low-scoring completions to prune")
-    prompts_per_step: int = setting(32, "unpruned prompts of equal noise; no more are rolled out")
+    prompts_per_step: int = setting(32, "noise wanted, in unpruned prompts; no more are rolled out")
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
