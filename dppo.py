@@ -13,8 +13,8 @@ stays GRPO's. What is left is packed, and a step makes only as many rollouts as 
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
 Part I is the method. It leads to `dppo_step`, the paper's algorithm. Where our sources are silent
-or disagree, our reading stands where the code has it: keep_probabilities, has_gradient, DPPO,
-prune_prompts, normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes
+or disagree, these have our reading in their docstrings: keep_probabilities, DPPO, prune_prompts,
+normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes
 beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
 
     q, i, t   a prompt; a completion; a token of the completion
@@ -81,8 +81,8 @@ def group_advantages(rewards, scale_by_std=True):
 
 
 def has_gradient(advantages, beta):
-    """(B, G) bool: False where A = 0 and there is no KL, so that loss and gradient are 0. Such a
-    completion is left out before anything else, and counts in no mean."""
+    """(B, G) bool: False where A = 0 and there is no KL, so that loss and gradient are 0. DPPO
+    prunes such completions first, and leaves them out of the mean that its scores are held to."""
     return (advantages != 0) | (beta > 0)
 
 
@@ -93,7 +93,7 @@ def keep_probabilities(scores, rate):
     all n prunes floor(rate k) of them. The others, and those without a score (NaN), have pi = 1.
 
     The paper's Algorithm 1 reportedly removes the lowest scores outright: pi = 0 where the gradient
-    is not 0, against its own proof. Here as many go, but chance decides which of the low ones."""
+    is not 0, against its own proof. Here as many go, but at random among the low ones."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # 1e-6: rounding; a NaN is never low
     count = int(low.sum())
@@ -182,8 +182,8 @@ class DPPO(Rule):
 
 
 def check_probabilities(rule, pi, needed):
-    """Refuses what is no probability, and pi = 0 where `needed`, which would bias the gradient in
-    silence, unless the rule says that it is biased."""
+    """Refuses what is no probability, and pi = 0 where `needed`, which would silently bias the
+    gradient, unless the rule says that it is biased."""
     valid = pi.shape == needed.shape and bool(((pi >= 0) & (pi <= 1 + 1e-9)).all())  # NaN fails
     if not valid or (rule.unbiased and (pi[needed] == 0).any()):
         shape = tuple(needed.shape)
@@ -191,15 +191,15 @@ def check_probabilities(rule, pi, needed):
 
 
 def prune_prompts(rule, upcoming, limit, generator):
-    """Prompt-level pruning, before the rollout: (n,) upcoming prompts, by index -> N, the size of
-    the window, which is the first N of them; (B,) the prompts that are kept; (B,) their weights.
+    """Prompt-level pruning, before the rollout: (n,) upcoming prompts, by index -> N, of which the
+    first N are the window; (B,) the prompts that are kept; (B,) their weights.
 
     The window is the longest prefix of `upcoming` whose pi sum to at most `limit`. From it the draw
-    keeps sum(pi) prompts, rounded down or up, so B is `limit` or one less, unless prompts run out.
+    keeps sum(pi) prompts, rounded down or up, so B is `limit` or one less, if `upcoming` lasts.
     Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
 
-    A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt of
-    low pi makes N larger, so over an epoch it counts less, by a share of about (1 - pi)/limit."""
+    A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt's
+    low pi makes N larger, so per epoch it counts about (1 - pi)/limit less than one of pi = 1."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
@@ -266,7 +266,7 @@ def pack_micro_batches(sequences, indices, config):
 def lay_out(sequences, slots):
     """The sequences of some slots -> (slots, length, 3): the token id, the position id, and the
     index of the sequence if the next token is of its completion, otherwise -1. As position ids
-    restart at 0 with every sequence, transformers' mask for sdpa keeps attention within it."""
+    restart at 0 with every sequence, transformers' sdpa, given no mask, keeps attention in it."""
     tables = []
     for slot in slots:
         tokens, positions, owners = [], [], []
@@ -388,15 +388,15 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
 # ---- 4. The step: the paper's algorithm
 class Means(NamedTuple):
     """Running means over earlier steps, so known before a draw; 0 before the first. With g_q the
-    gradient of a group, the noise of a step is taken as sum |g_q|^2/(pi_q N^2) over its prompts,
-    without cross terms, and as mean |g_q|^2/B for B unpruned prompts. At equal B, the second over
-    the first is what a rollout is worth: at 2, half as many give about the same noise. A^2 stands
-    in for |g|^2, and pruned completions enter likewise, by w."""
+    gradient of a group, the noise of a step is, without cross terms, sum |g_q|^2/(pi_q N^2) over
+    its window, estimated as sum (w_q |g_q|/N)^2 over the B prompts that are kept. B prompts without
+    pruning have mean |g_q|^2/B. This over the former is what a rollout is worth: at 2, half as many
+    give about the same noise. A^2 stands in for |g|^2, and w for w_q if completions are pruned."""
 
     length: float = 0.0  # of a completion
     unpruned: float = 0.0  # noise of a step times its B, had nothing been pruned
-    prompts_pruned: float = 0.0  # the same, had only prompts been pruned
-    pruned: float = 0.0  # the same, as it was
+    prompts_pruned: float = 0.0  # the same, had only prompts been pruned; for the record
+    pruned: float = 0.0  # the same, as it was, with both levels pruned
 
     def worth(self, noise):
         """What a rollout is worth with this noise; 1 if nothing is known of it."""
@@ -409,8 +409,8 @@ class Means(NamedTuple):
         if not A.any():  # the step says nothing about noise
             return self._replace(length=length)
         noise = []
-        w_q, rolled = w_q[:, None], len(A) / N
-        for weights in (w_q, rolled * w_q**2, rolled * w**2):
+        w_q, B = w_q[:, None], len(A)
+        for weights in (w_q, B / N * w_q**2, B / N * w**2):
             noise.append((weights * A**2).mean(dim=1).sum().item() / N)
         means = [0.95 * (mean or noise[0]) + 0.05 * new for mean, new in zip(self[1:], noise)]
         return Means(length, *means)
@@ -438,15 +438,15 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
 
     L is the mean of l = (sum of token losses)/Z over all N G candidates; L_hat = sum(w l)/(N G).
     Memory, limit and N are fixed before the draw, so w_q has mean 1; given that draw and the
-    rollouts, so has w_qi, wherever l has a gradient. As a rollout does not depend on being drawn,
-    L_hat has the expected gradient of L. The paper averages over what it keeps and rescales by
-    C/(1 - P). With C = kept/total, this is the same, the Horvitz-Thompson estimator:
+    rollouts, so has w_qi, wherever l has a gradient. As a rollout is independent of its draw, the
+    gradients of L_hat and L have the same mean. The paper averages over what it keeps and rescales
+    by C/(1 - P). If C is kept/total, as we read it, this is the same (Horvitz-Thompson):
 
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
     # 1. Prune prompts by what is remembered of them. Keep just enough for the noise of
-    #    prompts_per_step unpruned prompts, and no more than these.
+    #    prompts_per_step unpruned prompts, but never more than these.
     limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
@@ -459,7 +459,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
     Z = normalizer(lengths, means.length, config)
 
     # 3. Prune completions, anew for every update, since the policy depends on earlier draws.
-    #    (Prompts stay as drawn, so later updates are unbiased only for the loss of those kept.)
+    #    (Prompts are drawn once, so later updates are unbiased only given that draw.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w = w_q[:, None] * prune_completions(rule, A, w_q, generator)
@@ -467,11 +467,11 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
             w = (w > 0) * (N * G / (w > 0).sum().clamp(min=1))
         weights.append(w)
 
-    # 4. Remember, for later steps, what prompts taught and, unless the rule is biased, the noise.
+    # 4. Remember what prompts taught and, unless the rule is biased (A = 0 then), the noise.
     rule.remember(prompts, rewards, A)
     means = means.after(N, w_q, weights[0], A * rule.unbiased, lengths)
 
-    # 5. Log-probabilities under the reference and, for all updates but the first, the old policy.
+    # 5. Log-probabilities under the reference and, for later updates (if any), the old policy.
     trained = torch.stack(weights).any(dim=0).flatten().nonzero().squeeze(1).tolist()
     ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
     later = torch.stack(weights)[1:].any(dim=0).flatten().nonzero().squeeze(1).tolist()

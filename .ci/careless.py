@@ -369,17 +369,17 @@ CHANGES = r"""
 - means.worth(means.pruned))))
 + means.worth(means.prompts_pruned))))
 # weights not squared in the noise: noise
-- rolled * w_q**2, rolled * w**2):
-+ rolled * w_q**2, rolled * w):
+- B / N * w**2):
++ B / N * w):
 # the noise without B: running_means
-- rolled = w_q[:, None], len(A) / N
-+ rolled = w_q[:, None], 1 / N
+- w_q, B = w_q[:, None], len(A)
++ w_q, B = w_q[:, None], 1
 # the noise without N: noise
 - .mean(dim=1).sum().item() / N
 + .mean(dim=1).mean().item()
 # the noise without pruning not weighted: noise
-- for weights in (w_q, rolled
-+ for weights in (w_q > 0, rolled
+- for weights in (w_q, B
++ for weights in (w_q > 0, B
 # steps without a gradient count as noise: running_means
 - if not A.any():  # the step
 + if False:  # the step
@@ -399,8 +399,8 @@ CHANGES = r"""
 - config = Config(**vars(parser.parse_args()))
 + config = Config(**vars(parser.parse_args(["--resume", resume] if resume else None)))
 # a failing step leaves what the rule remembered: fails
-- learned = copy.deepcopy(rule)
-+ learned = rule
+- learned.memory = copy.deepcopy(rule.memory)
++ learned.memory = rule.memory
 # half a step saved: fails
 - if optimizer.updates == records[-1]["updates"]:  # not
 + if True:  # not
