@@ -605,6 +605,7 @@ class MasterAdam(torch.optim.Adam):
         self.updates = 0  # so far
         self.weights = list(model.parameters())
         for weight in self.weights:
+            weight.grad = None
             weight.grad_dtype = torch.float32
         self.masters = [weight.detach().float() for weight in self.weights]
         super().__init__(self.masters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
@@ -1115,8 +1116,9 @@ def evaluate(task, config):
     return {"accuracy": together.nanmean().item(), **sets}
 
 
-def make_step(last, task, rule, optimizer, reference, config):
-    """Makes the step that follows the one of record `last` -> its record."""
+def make_step(records, task, rule, optimizer, reference, config):
+    """Makes the next step, and adds its record."""
+    last, memory = records[-1], copy.deepcopy(rule.memory)
     started_at = time.perf_counter()
     # The draws have a generator of their own, as a reward function may seed torch's global one.
     seen = last["candidates_so_far"]
@@ -1127,15 +1129,17 @@ def make_step(last, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    learned = copy.copy(rule)
-    learned.memory = copy.deepcopy(rule.memory)  # a step that fails leaves the rule's as it was
-    step = dppo_step(task, learned, optimizer, reference, upcoming, means, generator, config)
-    record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
-    vars(rule).update(vars(learned))
-    seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
-    record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
-    record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
-    return record | {"cumulative_seconds": last["cumulative_seconds"] + seconds}
+    try:
+        step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
+        seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
+        record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
+        record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
+        record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
+        record["cumulative_seconds"] = last["cumulative_seconds"] + seconds
+        records.append(record)
+    except BaseException:
+        rule.memory = memory  # that of the last record
+        raise
 
 
 def record_of(step, task):
@@ -1170,7 +1174,8 @@ def start(config, task, rule, optimizer):
     they had. A new folder is made last: a run that is refused leaves nothing behind."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     if out.exists() and not config.resume:
-        raise Refused(f"{out} exists: name another --output_dir, or --resume it")
+        advice = ", or --resume it" * (out / "checkpoint.pt").exists()
+        raise Refused(f"{out} exists: name another --output_dir{advice}")
     data = repr([(row["prompt"], row.get("answer")) for row in task.train])
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
     first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
@@ -1187,7 +1192,7 @@ def start(config, task, rule, optimizer):
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
     # A rule of the user's own should fail here rather than after the evaluation.
-    trial, upcoming = copy.copy(rule), torch.arange(len(task.train))
+    trial, upcoming = config.rule_class(config, len(task.train)), torch.arange(len(task.train))
     trial.memory = copy.deepcopy(rule.memory)
     prune_prompts(trial, upcoming, config.prompts_per_step, torch.Generator())
     if config.resume:
@@ -1237,7 +1242,7 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
         file.writelines(as_json(record) + "\n" for record in records[:-1])
         for number in range(made, last + 1):
             if number > made:
-                records.append(make_step(records[-1], task, rule, optimizer, reference, config))
+                make_step(records, task, rule, optimizer, reference, config)
                 bar.update()
                 bar.set_postfix({name: records[-1][name] for name in ("reward", "rollout_worth")})
             record = records[-1]
@@ -1253,25 +1258,27 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
 
 
 def train(config, task):
-    """Makes a run, or the rest of one -> the summary. Whatever ends it, the last whole step and its
-    model are saved. A Ctrl-C that stopped it is raised at the end."""
+    """Makes a run, or the rest of one -> the summary. Whatever ends it, but amid the updates of a
+    step, the last step and its model are saved. A Ctrl-C that stopped it is raised at the end."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
     out, records = start(config, task, rule, optimizer)
+    goes_on = True
     try:
-        make_steps(out, records, task, rule, optimizer, reference, config)
-    finally:
         try:
+            make_steps(out, records, task, rule, optimizer, reference, config)
+        finally:
             if optimizer.updates == records[-1]["updates"]:  # not amid those of a step
                 save_checkpoint(out, records, rule, optimizer)
                 task.model.save_pretrained(out / "model")
                 task.tokenizer.save_pretrained(out / "model")
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if records[-1]["step"] < config.steps and (out / "checkpoint.pt").exists():
-                print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
-    if records[-1]["step"] < config.steps:
+        goes_on = records[-1]["step"] < config.steps
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if goes_on and (out / "checkpoint.pt").exists():
+            print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
+    if goes_on:
         raise KeyboardInterrupt
     before, after = records[0]["evaluation"], records[-1]["evaluation"]
     seconds, worth = records[-1]["cumulative_seconds"], records[-1].get("rollout_worth", 1.0)
@@ -1292,11 +1299,12 @@ def main():
     options["description"] = "Of two defaults, the second is that of the embedded task."
     parser = transformers.HfArgumentParser(Config, **options)
     try:
-        resume = parser.parse_args().resume
-        if resume:
+        resume, stored = parser.parse_args().resume, []
+        if resume:  # its settings, before those given beside it, as the last one counts
             with refusing(f"{resume}/config.json cannot be read"):
-                parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
-        config = Config(**vars(parser.parse_args()))
+                settings = json.loads(Path(resume, "config.json").read_text()).items()
+            stored = [f"--{name}={value}" for name, value in settings]
+        config = Config(**vars(parser.parse_args(stored + sys.argv[1:])))
         if not config.model:  # half of the threads: as they wait, they spin
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
         train(config, load_task(config))

@@ -396,11 +396,11 @@ CHANGES = r"""
 - folder = config.resume or config.history
 + folder = config.history or config.resume
 # settings beside resume ignored: ctrl_c
-- config = Config(**vars(parser.parse_args()))
-+ config = Config(**vars(parser.parse_args(["--resume", resume] if resume else None)))
+- parser.parse_args(stored + sys.argv[1:])
++ parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
 # a failing step leaves what the rule remembered: fails
-- learned.memory = copy.deepcopy(rule.memory)
-+ learned.memory = rule.memory
+- rule.memory = memory  # that of the last record
++ pass
 # half a step saved: fails
 - if optimizer.updates == records[-1]["updates"]:  # not
 + if True:  # not
