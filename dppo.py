@@ -890,7 +890,10 @@ def load_rows(spec, split):
         raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
     warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        return datasets.load_dataset(source, *names, split=split, **options)
+        rows = datasets.load_dataset(source, *names, split=split, **options)
+        if rows.info.builder_name == "csv" and source != "csv":  # in a folder, or on the Hub
+            rows = datasets.load_dataset(source, *names, split=split, **TEXT)
+        return rows
 
 
 def load_examples(spec, split, config, tokenizer):

@@ -1186,9 +1186,11 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
     examples = load(f"{tmp_path}/a.parquet:train[:2]+train[-1:]", reward="test_dppo:short")
     assert sorted(example["prompt"] for example in examples) == ["0=", "1=", "8="]
     text = "prompt,answer\n1=,0124\n2=,\n3=,NA\n4=,true\n5=,1e5\n6=,18.50\n"
-    for name, split in (("a b:[1].csv", ""), ("a:b.CSV", ":train"), ("a.tsv", "")):
+    (tmp_path / "in").mkdir()
+    files = {"a b:[1].csv": "a b:[1].csv", "a:b.CSV": "a:b.CSV:train", "a.tsv": "a.tsv"}
+    for name, spec in (files | {"in/a.csv": "in"}).items():
         (tmp_path / name).write_text(text.replace(",", "\t") if name == "a.tsv" else text)
-        answers = {row["answer"] for row in load(f"{tmp_path}/{name}{split}", reward="exact")}
+        answers = {row["answer"] for row in load(f"{tmp_path}/{spec}", reward="exact")}
         assert answers == {"0124", "NA", "true", "1e5", "18.50"}
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": null}\n')
@@ -1415,8 +1417,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
 # What fails, at which of its calls; the step that is saved. The first updates are those of step 1.
 FAILURES = [("evaluate", 1, 0), ("evaluate", 3, 4), ("sample", 1, 0), ("reward_completions", 5, 2)]
 FAILURES += [("prune_completions", 6, 2), ("train_step", 7, 3)]  # by then, the rule has learned
-# Between two updates, or within one, no whole step can be saved.
-FAILURES += [("train_step", 8, None), ("step", 5, None), ("record_of", 1, None)]
+FAILURES += [("train_step", 8, None), ("step", 5, None), ("record_of", 1, None)]  # amid updates
 FAILURES += [("record_of", 3, 2), ("evaluate", 4, 6)]  # a step without an update; at the end
 
 
@@ -1505,9 +1506,8 @@ def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(main, monkeypatch, caps
     assert f"go on with: python dppo.py --resume='{out}'" in capsys.readouterr().out
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6]
     transformers.AutoModelForCausalLM.from_pretrained(out / "model")
-    # One while the end is saved loses nothing.
     monkeypatch.setattr(torch, "save", partial(interrupted, torch.save, itertools.count(0)))
-    main(steps=8, resume=out)
+    main(steps=8, resume=out)  # interrupted again, while it saves
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 8
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
