@@ -1125,6 +1125,7 @@ BAD_DATA = [
     ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
     ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
     ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
+    ({"answer": "1"}, "--prompt_column x", "set --prompt_column and --answer_column"),
     ({"answer": "1"}, "--dataset test_dppo.py", "is a file, but none of parquet, csv, tsv, json"),
     ({"answer": "1"}, "--eval_dataset data.jsonl:train", "has only prompts that are evaluated"),
 ]
@@ -1298,6 +1299,7 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
 # ==== 12. Settings ====
 BAD_SETTINGS = [
     ("--group_size 1", "--group_size 1 must"),
+    ("--group 2", "unrecognized arguments: --group 2"),
     ("--method dpo", "--method dpo is not one of "),
     ("--method test_dppo", "it cannot be called; write module:name"),
     ("--system_prompt x", "--model or --dataset is missing"),
@@ -1417,7 +1419,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
 # What fails, at which of its calls; the step that is saved. The first updates are those of step 1.
 FAILURES = [("evaluate", 1, 0), ("evaluate", 3, 4), ("sample", 1, 0), ("reward_completions", 5, 2)]
 FAILURES += [("prune_completions", 6, 2), ("train_step", 7, 3)]  # by then, the rule has learned
-FAILURES += [("train_step", 8, None), ("step", 5, None), ("record_of", 1, None)]  # amid updates
+FAILURES += [("train_step", 8, 2), ("step", 5, 4), ("record_of", 1, None)]  # amid updates
 FAILURES += [("record_of", 3, 2), ("evaluate", 4, 6)]  # a step without an update; at the end
 
 
@@ -1429,7 +1431,7 @@ def test_a_run_that_fails_goes_on_as_if_it_had_not(name, call, step, monkeypatch
         return real(*inputs, **named)
 
     one, two = tmp_path / "one", tmp_path / "two"
-    settings = SMALL | {"steps": 6, "eval_every": 2, "save_every": 0}
+    settings = SMALL | {"steps": 6, "eval_every": 2, "save_every": 2}
     run(one, **settings)
     owner, calls = torch.optim.Adam if name == "step" else dppo, itertools.count(1)
     real = getattr(owner, name)
