@@ -719,6 +719,9 @@ def test_of_unlikely_prompts_exactly_one_is_kept_by_its_share_of_the_chances():
     results = every_result(lambda: prune_prompts(rule, torch.arange(3), 8, None))
     chances = {(kept.item(), round(w.item())): p for p, (_, kept, w) in results}
     assert chances == pytest.approx({(0, 4): 0.25, (1, 2): 0.5, (2, 4): 0.25})
+    rule.prompt_probabilities.return_value = torch.tensor([0.6, 0.9, 1.0])  # one or two of these
+    results = every_result(lambda: prune_prompts(rule, torch.arange(2), 8, None))
+    assert {len(kept) for _, (_, kept, _) in results} == {1, 2}
 
 
 def test_a_score_is_the_mean_of_the_last_visit_and_that_of_other_prompts_stays():
@@ -816,12 +819,12 @@ def test_the_learning_rate_rises_over_the_warm_up(out):
 def test_an_update_without_a_gradient_or_one_that_is_not_finite_moves_nothing():
     given, moved = Given(first=True, dtype=torch.float32, beta=0.0), []
     optimizer, equal = dppo.MasterAdam(given.model, 1e-2), torch.zeros(6, G)
-    updates = ((1.0, ADVANTAGES), (1.0, equal), (0.0, ADVANTAGES), (math.nan, ADVANTAGES))
-    for share, advantages in (*updates, (1.0, ADVANTAGES)):
+    shares = [1.0, 0.0, math.nan, 1e30, 1.0]  # at 1e30, the norm is infinite
+    for share, advantages in ((1.0, equal), *((share, ADVANTAGES) for share in shares)):
         before = given.parameters()
         given.update(torch.full((6, G), share), optimizer, advantages)
         moved.append(not torch.equal(before, given.parameters()))
-    assert moved == [True, False, False, False, True]
+    assert moved == [False, True, False, False, False, True]
 
 
 # ==== 5. The proportional rule ====
