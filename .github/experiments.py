@@ -414,9 +414,11 @@ def analysis_of_equal_noise(runs):
     control = "grpo-skip, 16"
     result = {}
     for arm in runs:
-        result[arm] = {"mean of all evaluations": mean(map(mean_of_curve, runs[arm].values()))}
-        result[arm]["noise"] = mean(noise(run, 16) for run in runs[arm].values())
-        result[arm]["tokens"] = mean(sum(run["tokens_generated"]) for run in runs[arm].values())
+        of_arm = list(runs[arm].values())
+        result[arm] = {"seeds": len(of_arm), "noise": round(mean(noise(r, 16) for r in of_arm), 3)}
+        result[arm]["mean of all evaluations"] = round(mean(map(mean_of_curve, of_arm)), 4)
+        result[arm]["tokens"] = round(mean(sum(r["tokens_generated"]) for r in of_arm))
+        result[arm]["prompt_worth"] = round(mean(r["prompt_worth"][-1] for r in of_arm), 3)
         if arm == control:
             continue
         result[arm]["minus control"] = interval(differences(runs, arm, control))
@@ -424,7 +426,7 @@ def analysis_of_equal_noise(runs):
         for seed in sorted(runs[arm].keys() & runs[control].keys()):
             level = runs[control][seed]["curve"][-1][2]
             tokens = tokens_until(runs[control][seed], level)
-            ratios.append(tokens_until(runs[arm][seed], level) / tokens)
+            ratios.append(round(tokens_until(runs[arm][seed], level) / tokens, 3))
         reached = [ratio for ratio in ratios if ratio < math.inf]
         result[arm]["tokens until the control's end, over the control's"] = sorted(reached)
         result[arm]["seeds in which it gets there"] = f"{len(reached)} of {len(ratios)}"
