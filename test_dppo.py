@@ -950,7 +950,7 @@ def test_samples_have_the_probabilities_that_are_trained_whatever_the_model_s_de
 def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are_trained(end_ids):
     task = tiny_task()
     task.end_ids = end_ids
-    prompts = [(task.train[1]["prompt_ids"] * 9)[:length] for length in (3, 30, 1, 17, 8)]
+    prompts = [[0, *task.train[1]["prompt_ids"] * 9][:length] for length in (3, 30, 1, 17, 8)]
     config = Config(max_completion_tokens=40)
     torch.manual_seed(0)
     sequences, sampled = dppo.sample(task, prompts, 8, config)
@@ -1173,7 +1173,7 @@ def test_examples_have_the_columns_of_the_data_and_long_prompts_are_left_out(tmp
     texts = ("12", "1" * 20, None, "", "12")
     rows = [{"question": text, "solution": "4", "answer": "3", "level": 5} for text in texts]
     data = write_rows(tmp_path / "a.jsonl", rows)
-    [example] = load(data, max_prompt_tokens=5, system_prompt="7")  # just long enough
+    [example] = load(data, max_prompt_tokens=4, system_prompt="7")  # just long enough
     expected = {"prompt": "7\n\n12", "prompt_ids": tiny_tokenizer().encode("7\n\n12")}
     expected |= {"question": "12", "level": 5, "answer": "3", "solution": "3"}
     assert example == expected  # our rewards take what is named
@@ -1246,7 +1246,11 @@ def test_reasoning_that_the_template_begins_must_end_to_be_graded():
 def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion(user, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
-    for after, ends in (("5", set()), ("{{ raise_exception('no') }}", set()), ("=<turn>5", {13})):
+    for after, ends in (
+        ("5", set()),
+        ("{{ raise_exception('no') }}", set()),
+        ("=<turn>5<end>", {13}),
+    ):
         tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", after + "{% endfor %}")
         assert dppo.turn_end(tokenizer) == ends
     assert dppo.turn_end(tiny_tokenizer()) == set()
@@ -1325,7 +1329,8 @@ def test_settings_that_would_train_on_nonsense_are_refused():
     for option in fields(Config):
         value = getattr(Config(), option.name)
         if isinstance(value, (int, float)):
-            for nonsense in [-1, math.nan, math.inf] + [0] * (option.name in dppo.LEAST):
+            too_much = [0.995] * option.name.endswith("prune_rate")
+            for nonsense in [-1, math.nan, math.inf, *too_much] + [0] * (option.name in dppo.LEAST):
                 with pytest.raises(ValueError, match=f"^--{option.name} {nonsense} must"):
                     Config(**{option.name: nonsense})
 
@@ -1348,10 +1353,10 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(m
     graded = iter([[1, 0, 0, 0], [1, 1, 0, None, 1, 0], [None] * 2])
     task = tiny_task(lambda prompts, **_: next(graded, [None] * len(prompts)))
     task.evals = {"one": task.train[:2], "two": task.train[:3], "three": task.train[:1]}
-    config = Config(eval_samples=2, rollout_batch_size=5, max_completion_tokens=2)
+    config = Config(eval_samples=2, rollout_batch_size=3, max_completion_tokens=2)
     result = dppo.evaluate(task, config)
     ids = [example["prompt_ids"] for example in task.train[:3]]
-    assert [call.prompts for call, _ in calls] == [ids[:2], ids[:2], ids[2:], ids[:1]]
+    assert [call.prompts for call, _ in calls] == [[ids[q]] for q in (0, 1, 0, 1, 2, 0)]
     means = {"one": {"avg@2": 0.25}, "two": {"avg@2": 0.6}}  # of the rewards that are given
     assert result.items() > means.items() and result["accuracy"] == 4 / 9
     run(out, task, steps=2, objective="dapo")
@@ -1414,6 +1419,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
     assert len(set(recorded(two, "prompts_rolled"))) > (settings.get("method") == OURS)
     seconds = recorded(two, "rollout_seconds") + recorded(two, "train_seconds")
     assert min(seconds) > 0 and sum(seconds) == pytest.approx(summary["seconds"])
+    assert sum(seconds) < 999
     saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")
     assert torch.equal(saved.lm_head.weight, task.model.lm_head.weight)
     assert len(transformers.AutoTokenizer.from_pretrained(two / "model")) == 13
