@@ -17,7 +17,9 @@ proportional (0.9 for prompts, 0.7 for completions). Decided beforehand: the mea
 after step 0 is as good as grpo-skip's if the 95% interval of the paired difference lies above
 -0.02; and, as the gain, the rollouts after the first epoch (of 32 steps) over grpo-skip's. The
 control is grpo-skip with as many prompts a step as dppo-proportional rolled out on average: if that
-learns as well, rollouts were never what was short.
+learns as well, rollouts were never what was short. Looked at afterwards, in three of the seeds and
+by a script that is not here yet ("digits by gradients"): |g|^2 beside A^2 of every group that has a
+gradient, with its weight, and the N and B of its step.
 
 WORTH: what is a rollout worth on SmolLM2 by the true gradients, and does A^2 tell? Sums and
 products for a chat model: of 384 prompts, a third are sums of one digit, a third sums of two
