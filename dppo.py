@@ -14,8 +14,8 @@ stays GRPO's. What is left is packed, and a step makes only as many rollouts as 
 
 Part I is the method. It leads to `dppo_step`, the paper's algorithm. Where our sources are silent
 or disagree, these have our reading in their docstrings: keep_probabilities, DPPO, prune_prompts,
-normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes
-beyond the paper are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
+normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes beyond the paper
+are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
@@ -605,7 +605,7 @@ class MasterAdam(torch.optim.Adam):
         self.updates = 0  # so far
         self.weights = list(model.parameters())
         for weight in self.weights:
-            weight.grad = None
+            weight.grad = None  # a step that was interrupted may have left one
             weight.grad_dtype = torch.float32
         self.masters = [weight.detach().float() for weight in self.weights]
         super().__init__(self.masters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
@@ -833,7 +833,8 @@ def reward_completions(task, examples, sequences):
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
     if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
-        columns["prompts"] = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]
+        endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
+        columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
     for row, (_, ids) in zip(rows, sequences):
         has_ended = ids and ids[-1] in task.end_ids
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
@@ -1093,14 +1094,14 @@ class Config:
         of_user = (self.model, self.dataset, self.eval_dataset, self.system_prompt)
         if any(of_user) and not (self.model and self.dataset):
             raise Refused("--model or --dataset is missing: data of your own need both")
-        found = []
-        for name, known in (("method", RULES), ("reward", REWARDS)):
+        named = {"rule_class": ("method", RULES), "reward_function": ("reward", REWARDS)}
+        for attribute, (name, known) in named.items():
             value = getattr(self, name)
             with refusing(f"--{name} {value} is not one of {', '.join(known)}"):
-                found.append(known.get(value) or pkgutil.resolve_name(value))
-                if not callable(found[-1]):
+                found = known.get(value) or pkgutil.resolve_name(value)
+                if not callable(found):
                     raise Refused("it cannot be called; write module:name")
-        self.rule_class, self.reward_function = found
+            setattr(self, attribute, found)
 
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
@@ -1121,8 +1122,9 @@ def evaluate(task, config):
 
 def make_step(records, task, rule, optimizer, reference, config):
     """Makes the next step, and adds its record."""
-    last, memory = records[-1], copy.deepcopy(rule.memory)
     started_at = time.perf_counter()
+    last = records[-1]
+    memory = copy.deepcopy(rule.memory)
     # The draws have a generator of their own, as a reward function may seed torch's global one.
     seen = last["candidates_so_far"]
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
@@ -1195,9 +1197,9 @@ def start(config, task, rule, optimizer):
         if any(earlier[0][name] != first[name] for name in ("method", "data")):
             raise Refused(f"{folder} was made with another method or other data")
     # A rule of the user's own should fail here rather than after the evaluation.
-    trial, upcoming = config.rule_class(config, len(task.train)), torch.arange(len(task.train))
+    trial = config.rule_class(config, len(task.train))
     trial.memory = copy.deepcopy(rule.memory)
-    prune_prompts(trial, upcoming, config.prompts_per_step, torch.Generator())
+    prune_prompts(trial, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
     if config.resume:
         restore(saved, config, optimizer)
         print(f"{out}: goes on after step {earlier[-1]['step']} of {config.steps}")
@@ -1261,8 +1263,8 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
 
 
 def train(config, task):
-    """Makes a run, or the rest of one -> the summary. Whatever ends it, but amid the updates of a
-    step, the last step and its model are saved. A Ctrl-C that stopped it is raised at the end."""
+    """Makes a run, or the rest of one -> the summary. Unless it ends amid the updates of a step,
+    the last step and its model are saved. A Ctrl-C that stopped it is raised at the end."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
