@@ -64,3 +64,20 @@ def test_worth_is_that_of_its_formula_and_one_if_all_pi_are_equal():
     }
     result = experiments.analysis_of_worth({"as it is": {"10": run, "11": run}})
     assert result["as it is"]["1/worth by g^2"] == [0.6, 0.6, 0.6]
+
+
+def test_noise_by_gradients_is_over_that_of_as_many_prompts_and_of_32_after_the_first_epoch():
+    first = {"N": 1, "B": 1, "w": [9.0], "g": [9.0], "A": [9.0]}
+    pruned = {"N": 4, "B": 2, "w": [2.0, 1.0], "g": [16.0, 4.0], "A": [1.0, 1.0]}
+    plain = {"N": 1, "B": 1, "w": [1.0], "g": [1.0], "A": [2.0]}
+    of_seed = {"5": [first] * 32 + [pruned], "6": [first] * 32 + [plain]}
+    result = experiments.analysis_of_gradients({"dppo-proportional": of_seed})
+    assert result["5"] == {
+        "1/worth by g^2": 0.944,  # 2 (4*16 + 1*4)/16 = 8.5, over (2*16 + 1*4)/4 = 9
+        "1/worth by A^2": 0.833,  # 2 (4 + 1)/16 = 0.625, over (2 + 1)/4 = 0.75
+        "1/worth by g^2, cut": 0.833,  # of the first group, (2/4)^2 16 is cut to 1, and 16/2^2 too
+        "noise by g^2": 15.111,  # 4.25 over 9/32
+        "noise by g^2, cut": 4.444,  # 1.25 over 9/32
+    }
+    assert result["6"]["1/worth by g^2"] == 1 and result["6"]["noise by g^2"] == 32
+    assert result["all"]["1/worth by g^2"] == 0.95  # (8.5 + 1)/(9 + 1)

@@ -1,11 +1,11 @@
 """What a rollout is worth, measured. Of each experiment, this is what was decided before it ran.
 
     python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
+    python .github/experiments.py "digits by gradients" 5,6,7
     python .github/experiments.py worth 10,11 MODEL   # MODEL: a folder with SmolLM2-135M-Instruct
     python .github/experiments.py equal-noise 0,1 MODEL
     python .github/experiments.py group 0 MODEL
-    python .github/experiments.py                     # gathers and analyses what is there, and
-                                                      # draws README's picture (matplotlib)
+    python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
 A run that was interrupted goes on where it was. Runs lie in runs/experiments, so several processes
 may make them; gathered, they are in .github/comparison.json, under "experiments". The older results
@@ -17,9 +17,10 @@ proportional (0.9 for prompts, 0.7 for completions). Decided beforehand: the mea
 after step 0 is as good as grpo-skip's if the 95% interval of the paired difference lies above
 -0.02; and, as the gain, the rollouts after the first epoch (of 32 steps) over grpo-skip's. The
 control is grpo-skip with as many prompts a step as dppo-proportional rolled out on average: if that
-learns as well, rollouts were never what was short. Looked at afterwards, in three of the seeds and
-by a script that is not here yet ("digits by gradients"): |g|^2 beside A^2 of every group that has a
-gradient, with its weight, and the N and B of its step.
+learns as well, rollouts were never what was short. Looked at afterwards, in three of the seeds
+("digits by gradients"): |g|^2 beside A^2 of every group that has a gradient, with its weight, and
+the N and B of its step; and 1/worth by these after the first epoch, and noise over that of 32
+prompts without pruning, also with w |g|/N cut at 1, the norm at which a step's gradient is clipped.
 
 WORTH: what is a rollout worth on SmolLM2 by the true gradients, and does A^2 tell? Sums and
 products for a chat model: of 384 prompts, a third are sums of one digit, a third sums of two
@@ -139,9 +140,8 @@ def calculating(path, sizes):
         shares = torch.tensor([1 / (size * len(sequence.completion)) for sequence in sequences])
         inputs = (torch.ones(size), shares, None, None, dppo.Config(**CALCULATING))
         dppo.train_step(model, optimizer, sequences, *inputs)
-    train = []
-    for kind, count in sizes.items():
-        train += [question(kind, rng, tokenizer) for _ in range(count)]
+    kinds = chain(*([kind] * count for kind, count in sizes.items()))
+    train = [question(kind, rng, tokenizer) for kind in kinds]
     rng.shuffle(train)
     taken, held_out = {example["prompt"][-1]["content"] for example in train}, []
     while len(held_out) < 96:
@@ -166,29 +166,27 @@ def probability(task, config):
 CALCULATING = {"learning_rate": 1e-5, "warmup_steps": 3, "temperature": 1.0, "steps": 96}
 CALCULATING |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
 CALCULATING |= {"eval_every": 12, "save_every": 6}
+PROPORTIONAL = {"method": "dppo-proportional", "prompt_prune_rate": 0.9}
 DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
 ARMS = {
     "digits": {
         "grpo": {"method": "grpo"},
         "grpo-skip": {"method": "grpo-skip"},
         "dppo": {"method": "dppo"},
-        "dppo-proportional": {"method": "dppo-proportional", "prompt_prune_rate": 0.9},
+        "dppo-proportional": PROPORTIONAL,
         # As many as dppo-proportional rolled out on average, which is set when its runs are there.
         "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": None},
     },
+    "digits by gradients": {"dppo-proportional": PROPORTIONAL},
     "worth": {
         "dppo": {"method": "dppo"},
         "as it was": {"method": "experiments:AsItWas"},
-        "as it is": {"method": "dppo-proportional", "prompt_prune_rate": 0.9},
+        "as it is": PROPORTIONAL,
     },
     "equal-noise": {
         "grpo-skip, 16": {"method": "grpo-skip"},
         "grpo-skip, 8": {"method": "grpo-skip", "prompts_per_step": 8},
-        "dppo-proportional": {
-            "method": "dppo-proportional",
-            "prompt_prune_rate": 0.9,
-            "completion_prune_rate": 0.0,
-        },
+        "dppo-proportional": PROPORTIONAL | {"completion_prune_rate": 0.0},
     },
 }
 SIZES = {"worth": {"easy": 128, "middle": 128, "hard": 128}}
@@ -223,8 +221,7 @@ KEPT += ("prompt_worth", "tokens_generated", "informative", "noise", "noise_of_o
 
 
 def kept(records):
-    """What is saved of a run: {name: value of each step}, and [step, seconds, accuracy] of each
-    evaluation."""
+    """What is saved: {name: value of each step}, and [step, seconds, accuracy] of evaluations."""
     result = {"curve": []}
     for record in records:
         if "evaluation" in record:
@@ -235,9 +232,10 @@ def kept(records):
     return result
 
 
-def runs_of(name):
-    """{arm: {seed: run}} of an experiment's runs that are in RUNS."""
-    runs = {}
+def runs_of(name, results):
+    """{arm: {seed: run}} of an experiment in the results, to which it adds what is in RUNS."""
+    of_name = results.setdefault("experiments", {}).setdefault(name, {})
+    runs = of_name if "gradients" in name else of_name.setdefault("runs", {})
     for path in sorted((RUNS / name).glob("*.json")):
         arm, _, seed = path.stem.rpartition("-")
         if seed.isdigit():
@@ -246,43 +244,58 @@ def runs_of(name):
 
 
 def make_runs(name, seeds, task):
-    """Makes the runs of an experiment that are missing: RUNS/name/arm-seed.json of each that was
-    not gathered before."""
-    saved = json.loads(RESULTS.read_text()).get("experiments", {}).get(name, {}).get("runs", {})
+    """Makes RUNS/name/arm-seed.json of each run that is missing there and was not gathered."""
     measure = dppo.evaluate if name == "digits" else probability
     for arm, of_arm in ARMS[name].items():
+        runs = runs_of(name, json.loads(RESULTS.read_text()))
         for seed in seeds:
             path = RUNS / name / f"{arm}-{seed}.json"
-            if path.exists() or str(seed) in saved.get(arm, {}):
+            if path.exists() or str(seed) in runs.get(arm, {}):
                 continue
-            settings = (DIGITS if name == "digits" else CALCULATING) | of_arm | {"seed": seed}
+            settings = (DIGITS if "digits" in name else CALCULATING) | of_arm | {"seed": seed}
             if settings.get("prompts_per_step", 1) is None:
-                runs = dict(saved.get("dppo-proportional", {}))
-                runs |= runs_of(name).get("dppo-proportional", {})
-                if len(runs) < 8:
+                others = runs.get("dppo-proportional", {}).values()
+                if len(others) < 8:
                     continue  # for now
-                settings["prompts_per_step"] = round(
-                    mean(mean(run["prompts_rolled"]) for run in runs.values())
-                )
+                rolled = [mean(run["prompts_rolled"]) for run in others]
+                settings["prompts_per_step"] = round(mean(rolled))
             folder = path.with_suffix("")
-            result = {}
-            if name == "worth":
-                result["measured"] = measured_worth(folder, task, settings)
-            result |= kept(train(folder, task, measure, **settings)) | {"settings": settings}
+            result = {"measured": measured_worth(folder, task, settings)} if name == "worth" else {}
+            if "gradients" in name:
+                with patch.object(dppo, "dppo_step", partial(measured_step, dppo.dppo_step)):
+                    result = [record["groups"] for record in train(folder, task, **settings)[1:]]
+            else:
+                result |= kept(train(folder, task, measure, **settings)) | {"settings": settings}
             path.write_text(json.dumps(result))
             shutil.rmtree(folder)
             print(f"{name}, {arm}, seed {seed} is complete", flush=True)
 
 
 # ==== What a rollout is worth by true gradients ====
-def squared_norm(model, sequences, A, config):
-    """|g|^2 of the gradient of a group: sequences, (G,) advantages."""
-    G = len(sequences)
-    lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
+def squared_norms(model, sequences, A, config):
+    """|g|^2 of the gradient of each group: B G sequences, (B, G) advantages -> (B,) float64."""
+    G, squares = config.group_size, torch.zeros(len(A), dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = replace(config, max_grad_norm=1e9, output_dir="-")
-    inputs = {"advantages": A, "shares": 1 / (G * lengths), "old": None, "ref": None}
-    return dppo.train_step(model, optimizer, sequences, config=settings, **inputs)["grad_norm"] ** 2
+    for q in A.any(dim=1).nonzero().flatten().tolist():
+        group = sequences[G * q : G * (q + 1)]
+        lengths = torch.tensor([len(sequence.completion) for sequence in group])
+        inputs = (A[q], 1 / (G * lengths), None, None, settings)
+        squares[q] = dppo.train_step(model, optimizer, group, *inputs)["grad_norm"] ** 2
+    return squares
+
+
+def measured_step(real, task, *inputs):
+    """A step. Its record gets N, B and, of each group that has a gradient, its prompt's weight w,
+    g = |g|^2 and A, the mean A^2. As g is measured on a copy of the model, the run is the same."""
+    model = copy.deepcopy(task.model)  # before the update
+    step = real(task, *inputs)
+    g = squared_norms(model, step.sequences, step.A, config=inputs[-1])
+    groups = {"w": step.w_q, "g": g, "A": step.A.square().mean(dim=1)}
+    for name, values in groups.items():
+        groups[name] = [float(f"{value:.4g}") for value in values[step.A.any(dim=1)].tolist()]
+    step.updates[-1]["groups"] = {"N": step.N, "B": len(g)} | groups
+    return step
 
 
 def measured_worth(folder, task, settings):
@@ -299,18 +312,15 @@ def measured_worth(folder, task, settings):
         rule = config.rule_class(config, len(task.train))
         rule.memory |= saved["memory"]
         of_step = replace(task, model=copy.deepcopy(task.model))
-        with torch.no_grad():
-            for weight, value in zip(of_step.model.parameters(), saved["weights"]):
-                weight.copy_(value)
+        for weight, value in zip(of_step.model.parameters(), saved["weights"]):
+            weight.data.copy_(value)
         transformers.set_seed(1_000 * config.seed + step)
         squares = torch.zeros(2, len(task.train), dtype=torch.float64)  # by |g|^2, by A^2
         for _ in range(2):
             sequences, rewards, _ = dppo.rollout(of_step, task.train, config.group_size, config)
             A = dppo.group_advantages(rewards)
             squares[1] += A.square().mean(dim=1) / 2
-            for q in A.any(dim=1).nonzero().flatten().tolist():
-                group = sequences[config.group_size * q : config.group_size * (q + 1)]
-                squares[0, q] += squared_norm(of_step.model, group, A[q], config) / 2
+            squares[0] += squared_norms(of_step.model, sequences, A, config) / 2
         pi = rule.prompt_probabilities()
         result[str(step)] = {"pi": pi.tolist(), "g": squares[0].tolist(), "A": squares[1].tolist()}
         path.write_text(json.dumps(result))
@@ -377,20 +387,41 @@ def tokens_until(run, level):
 def analysis_of_digits(runs):
     result = {}
     for arm, of_seed in runs.items():
-        result[arm] = {
-            "mean of all evaluations": round(mean(map(mean_of_curve, of_seed.values())), 4),
-            "rollouts after the first epoch": round(
-                mean(8 * sum(run["prompts_rolled"][32:]) for run in of_seed.values())
-            ),
-            "completions trained": round(
-                mean(sum(run["completions_trained"]) for run in of_seed.values())
-            ),
-            "noise": round(mean(noise(run, 32) for run in of_seed.values()), 3),
-            "seconds": round(mean(run["curve"][-1][1] for run in of_seed.values()), 1),
-        }
+        of_arm = list(of_seed.values())
+        result[arm] = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
+        rolled = [8 * sum(run["prompts_rolled"][32:]) for run in of_arm]
+        result[arm]["rollouts after the first epoch"] = round(mean(rolled))
+        trained = [sum(run["completions_trained"]) for run in of_arm]
+        result[arm]["completions trained"] = round(mean(trained))
+        result[arm]["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
+        result[arm]["seconds"] = round(mean(run["curve"][-1][1] for run in of_arm), 1)
         if arm != "grpo-skip":
             result[arm]["minus grpo-skip"] = interval(differences(runs, arm, "grpo-skip"))
             result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
+    return result
+
+
+def noise_by(name, steps, prompts=None, most=math.inf):
+    """The noise of steps by these squares, over that of so many prompts a step without pruning, or
+    of as many as were rolled out. A group adds at most `most` to the noise of a step."""
+    pruned = unpruned = 0.0
+    for step in steps:
+        M, N = prompts or step["B"], step["N"]
+        for w, square in zip(step["w"], step[name]):
+            pruned += M * min((w / N) ** 2 * square, most)
+            unpruned += M * (M * w / N) * min(square / M**2, most)  # M w/N of M would be like it
+    return round(pruned / unpruned, 3)
+
+
+def analysis_of_gradients(runs):
+    parts = {seed: steps[32:] for seed, steps in runs["dppo-proportional"].items()}
+    parts["all"] = [*chain(*parts.values())]
+    result = {}
+    for part, steps in parts.items():
+        result[part] = {f"1/worth by {name}^2": noise_by(name, steps) for name in ("g", "A")}
+        result[part]["1/worth by g^2, cut"] = noise_by("g", steps, most=1.0)
+        result[part]["noise by g^2"] = noise_by("g", steps, 32)
+        result[part]["noise by g^2, cut"] = noise_by("g", steps, 32, most=1.0)
     return result
 
 
@@ -436,7 +467,7 @@ def analysis_of_equal_noise(runs):
 
 
 ANALYSES = {"digits": analysis_of_digits, "worth": analysis_of_worth}
-ANALYSES |= {"equal-noise": analysis_of_equal_noise}
+ANALYSES |= {"equal-noise": analysis_of_equal_noise, "digits by gradients": analysis_of_gradients}
 
 
 def table(analysis):
@@ -455,14 +486,11 @@ def gather():
     if (RUNS / "group.json").exists():
         saved["group"] = json.loads((RUNS / "group.json").read_text())
     for name, analysis in ANALYSES.items():
-        of_name = saved.setdefault(name, {"runs": {}})
-        for arm, of_seed in runs_of(name).items():
-            of_name["runs"].setdefault(arm, {}).update(of_seed)
-        seeds = [len(of_name["runs"].get(arm, {})) for arm in ARMS[name]]
-        of_name.pop("analysis", None)
-        if min(seeds) > 1:
-            of_name["analysis"] = analysis(of_name["runs"])
-            print(f"\n{name}\n{table(of_name['analysis'])}")
+        runs = runs_of(name, results)
+        saved[name].pop("analysis", None)
+        if min(len(runs.get(arm, {})) for arm in ARMS[name]) > 1:
+            saved[name]["analysis"] = analysis(runs)
+            print(f"\n{name}\n{table(saved[name]['analysis'])}")
     RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
     draw_picture(results)
 
@@ -512,8 +540,7 @@ def main():
         RUNS.mkdir(parents=True, exist_ok=True)
         (RUNS / "group.json").write_text(json.dumps(one_group(*model)))
     else:
-        config = dppo.Config()
-        task = calculating(*model, SIZES[name]) if model else dppo.load_task(config)
+        task = calculating(*model, SIZES[name]) if model else dppo.load_task(dppo.Config())
         make_runs(name, [int(seed) for seed in seeds.split(",")], task)
 
 
