@@ -7,15 +7,14 @@ neither Diffusion Policy Policy Optimization nor Divergence PPO, which TRL calls
 GRPO answers each prompt several times and learns from the differences; a group that is all right or
 all wrong teaches nothing. DPPO prunes, at random, prompts and completions that teach little, and
 divides the loss of what it keeps by the probability of having been kept, so the expected gradient
-stays GRPO's. What is left is packed, and a step makes only as many rollouts as its noise needs.
+stays GRPO's. What is left is packed, and a step makes no more rollouts than equal noise takes.
 
-    python dppo.py                              # a small embedded model, offline, in two minutes
+    python dppo.py  # a small embedded model, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
-Part I is the method. It leads to `dppo_step`, the paper's algorithm. Where our sources are silent
-or disagree, these have our reading in their docstrings: keep_probabilities, DPPO, prune_prompts,
-normalizer, dppo_step. Fewer rollouts at equal noise (Means) and a rule that goes beyond the paper
-are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
+Part I is the method; `dppo_step` is the paper's algorithm. Where our sources are silent or
+disagree, our reading is in keep_probabilities, DPPO, prune_prompts, normalizer and dppo_step. Fewer
+rollouts at equal noise (Means) and the last rule are ours. Part II is the plumbing.
 
     q, i, t   a prompt; a completion; a token of the completion
     N         number of candidate prompts of a step, its window
@@ -23,14 +22,11 @@ are ours. Part II is the rest: rollout, rewards, model, data, settings, files.
     G         number of completions of a prompt, its group
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
-    w         inverse-probability weight, 1/pi where kept and 0 where pruned: w_q of a
-              prompt, w_qi of a completion whose prompt was kept, w = w_q w_qi
+    w         1/pi where kept, 0 where pruned: w_q of a prompt, w_qi of a completion, w = w_q w_qi
     rho       probability of a token under the new policy over that under the old one
-    beta      weight of the KL term, the divergence from a reference policy
-    l, L      loss of a completion; its mean over the N G candidates; L_hat estimates L
-    Z         what the sum over a completion's token losses is divided by
-    share     w/(N G Z), which multiplies that sum in L_hat
-    NaN       a reward that was not given, or a score that is not yet known
+    beta      weight of the KL term
+    l         loss of a completion: the sum of its tokens' losses, divided by Z
+    L, L_hat  the mean of l over the N G candidates; that of w l, which estimates it
 """
 
 import copy
@@ -49,10 +45,10 @@ import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import torch
@@ -76,68 +72,60 @@ def group_advantages(rewards, scale_by_std=True):
         squares = advantages.square().nansum(dim=1, keepdim=True)
         std = (squares / (given.sum(dim=1, keepdim=True) - 1)).sqrt()
         advantages = advantages / (std + 1e-4)
-    lowest, highest = rewards.nanquantile(rewards.new_tensor([0, 1]), dim=1, keepdim=True)  # (B, 1)
+    lowest, highest = rewards.nanquantile(rewards.new_tensor([0, 1]), dim=1, keepdim=True)
     return advantages.masked_fill((lowest == highest) | ~given, 0.0)
 
 
 def has_gradient(advantages, beta):
-    """(B, G) bool: False where A = 0 and there is no KL, so that loss and gradient are 0. DPPO
-    prunes such completions first, and leaves them out of the mean that its scores are held to."""
+    """(B, G) bool: False where A = 0 and there is no KL, so that loss and gradient are 0."""
     return (advantages != 0) | (beta > 0)
 
 
 def keep_probabilities(scores, rate):
-    """The paper's rule, as we read it: (n,) scores >= 0 -> (n,) float64 keep probabilities pi.
+    """The paper's rule, as we read it: scores >= 0 -> float64 keep probabilities pi.
 
     Each of the k items that score below the mean has pi = 1 - floor(rate k)/k, so that a draw over
-    all n prunes floor(rate k) of them. The others, and those without a score (NaN), have pi = 1.
+    all prunes floor(rate k) of them. The others, and those without a score (NaN), have pi = 1.
 
     The paper's Algorithm 1 reportedly removes the lowest scores outright: pi = 0 where the gradient
     is not 0, against its own proof. Here as many go, but at random among the low ones."""
     scores = scores.double()
     low = scores < scores.nanmean() * (1 - 1e-6)  # 1e-6: rounding; a NaN is never low
-    count = int(low.sum())
-    pruned = math.floor(rate * count + 1e-9)  # 0.29 * 100 is 28.999999999999996
-    pi = torch.ones_like(scores)
-    pi[low] = (count - pruned) / max(1, count)
-    return pi
+    k = int(low.sum())
+    pruned = math.floor(rate * k + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    return torch.ones_like(scores).masked_fill(low, (k - pruned) / max(1, k))
 
 
 def draw(pi, generator):
     """(n,) keep probabilities -> (n,) float64 weights: 1/pi where kept, 0 where pruned. Where
     pi > 0, a weight has the expectation pi (1/pi) + (1 - pi) 0 = 1.
 
-    This is systematic sampling. The items are laid end to end in random order, each as long as
-    its pi, and a comb with teeth at u, u + 1, u + 2, ... is held over them, for one u uniform in
-    [0, 1). An item is kept if a tooth falls on it, with probability pi. In all, sum(pi) are
-    kept, rounded down or up. In the order 0.5, 1, 0.25, 0.25, u = 0.6 keeps the 2nd and 3rd."""
+    In systematic sampling, items are laid end to end in random order, each as long as its pi, and
+    kept where one of the teeth u, u + 1, u + 2, ... of a comb falls on them, for one u uniform in
+    [0, 1). With pi of 0.5, 1, 0.25, 0.25 in this order, u = 0.6 keeps the 2nd and 3rd."""
     order = torch.randperm(len(pi), generator=generator)
     ends = pi[order].cumsum(0)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
     teeth_before_end = (ends - u).ceil()  # teeth in [0, end); in the example 0, 1, 2, 2
-    has_tooth = teeth_before_end.diff(prepend=torch.zeros(1)) > 0
-    kept = order[has_tooth]
-    weights = torch.zeros_like(pi)
-    weights[kept] = 1 / pi[kept]
-    return weights
+    kept = order[teeth_before_end.diff(prepend=torch.zeros(1)) > 0]
+    return torch.zeros_like(pi).scatter(0, kept, 1 / pi[kept])
 
 
 class Rule:
     """What is kept, and with which probability. This one keeps everything, as textbook GRPO does.
 
-    Write your own as a subclass. The gradient stays unbiased as long as pi is known before the
-    draw: a prompt's pi may depend only on memory, a completion's also on the rollout and on the
-    prompts that were kept. A prompt needs pi > 0, and so does a completion that has a gradient."""
+    Write your own as a subclass. The gradient is unbiased if pi is known before the draw: a
+    prompt's pi may depend only on memory, a completion's also on the rollout and on the prompts
+    that were kept. A prompt needs pi > 0, and so does a completion that has a gradient."""
 
-    unbiased = True  # False: all that is kept weighs the same, and L_hat is the mean of its losses
-    remembers = {}  # {name: initial value} of the numbers that are remembered of each prompt
+    unbiased = True  # False: all that is kept weighs the same
+    remembers = {}  # {name: initial value}, one number per prompt
 
     def __init__(self, config, prompt_count):
         self.config = config
         self.prompt_count = prompt_count
-        self.memory = {}  # of tensors, saved in checkpoints
-        for name, value in self.remembers.items():
-            self.memory[name] = torch.full((prompt_count,), value, dtype=torch.float64)
+        zeros = torch.zeros(prompt_count, dtype=torch.float64)
+        self.memory = {name: zeros + value for name, value in self.remembers.items()}  # of tensors
 
     def prompt_probabilities(self):
         """(all prompts,) float64 pi of each prompt, from memory alone."""
@@ -152,15 +140,15 @@ class Rule:
 
 
 class GRPOSkip(Rule):
-    """GRPO that skips completions without a gradient. Skipping adds neither bias nor variance."""
+    """GRPO that skips completions without a gradient, which adds no bias and no variance."""
 
     def completion_probabilities(self, advantages, prompt_weights):
         return has_gradient(advantages, self.config.beta).double()
 
 
 class DPPO(Rule):
-    """The paper's rule. A completion's score is |A|, and low means below the mean |A| of the
-    completions that have a gradient. A prompt's score is the mean |A| of its group at its last
+    """The paper's rule. A completion's score is |A|, and low means below the mean |A| of those that
+    have a gradient; those without all go. A prompt's score is the mean |A| of its group at its last
     visit, and low means below the mean over all prompts that have a score."""
 
     remembers = {"score": math.nan}
@@ -170,36 +158,28 @@ class DPPO(Rule):
 
     def completion_probabilities(self, advantages, prompt_weights):
         trainable = has_gradient(advantages, self.config.beta)
-        scores = advantages[trainable].abs()
-        pi = torch.zeros_like(advantages)
-        pi[trainable] = keep_probabilities(scores, self.config.completion_prune_rate)
-        return pi
+        scores = advantages.abs().masked_fill(~trainable, math.nan)  # (B, G)
+        return trainable * keep_probabilities(scores, self.config.completion_prune_rate)
 
     def remember(self, prompts, rewards, advantages):
-        scores = advantages.abs().mean(dim=1)  # (B,)
-        for q, score in zip(prompts, scores):  # of two visits in a window, the later counts
-            self.memory["score"][q] = score
+        for q, A in zip(prompts, advantages):  # of two visits, the later counts
+            self.memory["score"][q] = A.abs().mean()
 
 
 def check_probabilities(rule, pi, needed):
-    """Refuses what is no probability, and pi = 0 where `needed`, which would silently bias the
-    gradient, unless the rule says that it is biased."""
-    valid = pi.shape == needed.shape and bool(((pi >= 0) & (pi <= 1 + 1e-9)).all())  # NaN fails
+    """Refuses what is no probability, and pi = 0 where `needed`, unless the rule is biased."""
+    valid = pi.shape == needed.shape and ((pi >= 0) & (pi <= 1 + 1e-9)).all()  # NaN fails
     if not valid or (rule.unbiased and (pi[needed] == 0).any()):
-        shape = tuple(needed.shape)
-        raise Refused(f"a rule needs pi of shape {shape}, 0 < pi <= 1 where there is a gradient")
+        raise Refused(f"a rule needs pi of shape {tuple(needed.shape)}, 0 < pi <= 1 for a gradient")
 
 
 def prune_prompts(rule, upcoming, limit, generator):
-    """Prompt-level pruning, before the rollout: (n,) upcoming prompts, by index -> N, of which the
-    first N are the window; (B,) the prompts that are kept; (B,) their weights.
+    """Prompt-level pruning, before the rollout: (n,) upcoming prompts, by index -> N, how many of
+    them are the window; (B,) the prompts that are kept; (B,) their weights.
 
     The window is the longest prefix of `upcoming` whose pi sum to at most `limit`. From it the draw
     keeps sum(pi) prompts, rounded down or up, so B is `limit` or one less, if `upcoming` lasts.
-    Drawing until enough prompts survive would make N depend on the draw, and bias the gradient.
-
-    A window that runs into the next epoch may hold a prompt twice, as two candidates. A prompt's
-    low pi makes N larger, so per epoch it counts about (1 - pi)/limit less than one of pi = 1."""
+    Drawing until enough prompts survive would make N depend on the draw, and bias the gradient."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     pi = pi[upcoming]  # (n,)
@@ -207,8 +187,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     pi = pi[:N]  # (N,)
     if not pi.any():
         raise Refused("a rule needs pi > 0 for at least one of the upcoming prompts")
-    if pi.sum() < 1:  # a draw might keep none; scaled to the sum 1, it keeps exactly one
-        pi = pi / pi.sum()
+    pi = pi / pi.sum().clamp(max=1)  # with less than 1, a draw might keep none
     weights = draw(pi, generator)
     return N, upcoming[:N][weights > 0], weights[weights > 0]
 
@@ -249,9 +228,8 @@ def pack(lengths, capacity, lookahead=64):
 
 
 def pack_micro_batches(sequences, indices, config):
-    """The sequences at `indices` -> micro-batches, which are lists of slots, which are lists of
-    indices; and how full the slots are. As masked attention costs the square of a slot's length,
-    slots are as long as the longest sequence, but at least 128 tokens."""
+    """The sequences at `indices` -> micro-batches, lists of slots of indices; how full slots are.
+    A slot is as long as the longest sequence, as attention costs its square, or 128 tokens."""
     lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
     capacity = max([128, *lengths])
     slots = []
@@ -266,17 +244,16 @@ def pack_micro_batches(sequences, indices, config):
 def lay_out(sequences, slots):
     """The sequences of some slots -> (slots, length, 3): the token id, the position id, and the
     index of the sequence if the next token is of its completion, otherwise -1. As position ids
-    restart at 0 with every sequence, transformers' sdpa, given no mask, keeps attention in it."""
+    restart at 0 with every sequence, transformers' sdpa, given no mask, keeps these apart."""
     tables = []
     for slot in slots:
-        tokens, positions, owners = [], [], []
+        rows = []
         for i in slot:
             prompt, completion = sequences[i]
-            tokens += prompt + completion
-            positions += range(len(prompt) + len(completion))
             # The last token of the prompt predicts the first of the completion.
-            owners += [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
-        tables.append(torch.tensor([tokens, positions, owners]).T)
+            owners = [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
+            rows += zip(prompt + completion, count(), owners)
+        tables.append(torch.tensor(rows))
     table = pad_sequence(tables, batch_first=True, padding_value=-1)
     padding = -table.shape[1] % 8  # matrix products are fast at multiples of 8
     return torch.nn.functional.pad(table, (0, 0, 0, padding), value=-1)
@@ -286,8 +263,7 @@ def lay_out(sequences, slots):
 def token_logprobs(head, hidden, targets, temperature):
     """(n, width) hidden states, (n,) ids of the next tokens -> (n,) log-probabilities of these
     tokens, (n,) entropies of the distributions that they come from."""
-    logits = head(hidden).float().div_(temperature)
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = head(hidden).float().div_(temperature).log_softmax(dim=-1)
     of_targets = logprobs.gather(-1, targets[:, None]).squeeze(-1)
     entropies = torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
     return of_targets, entropies
@@ -296,28 +272,23 @@ def token_logprobs(head, hidden, targets, temperature):
 def completion_logprobs(model, sequences, slots, temperature):
     """The forward pass over packed slots -> (tokens,) log-probabilities of their completions,
     (tokens,) entropies, and (tokens,) the index of each token's sequence."""
-    table = lay_out(sequences, slots)
-    owner = table[:, :, 2].flatten()
-    places = (owner >= 0).nonzero().squeeze(1)  # (tokens,)
-    owner, places = owner[places].to(model.device), places.to(model.device)
-    input_ids, position_ids = table[:, :, :2].clamp(min=0).to(model.device).unbind(dim=2)
+    table = lay_out(sequences, slots).to(model.device)
+    input_ids, position_ids = table[:, :, :2].clamp(min=0).unbind(dim=2)
+    predicts = table[:, :, 2] >= 0  # (slots, length)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    hidden = output.last_hidden_state.flatten(0, 1)[places]  # (tokens, width)
-    targets = input_ids.flatten()[places + 1]  # (tokens,)
-    # 8,192 tokens of Qwen have 5 GB of logits. So only completions get them, 512 tokens at a time,
-    # and the backward pass computes them again.
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = []
-    for states, ids in zip(hidden.split(512), targets.split(512)):
-        parts.append(checkpoint(token_logprobs, head, states, ids, temperature, **options))
+    hidden = output.last_hidden_state[predicts]  # (tokens, width)
+    targets = input_ids.roll(-1, dims=1)[predicts]  # (tokens,)
+    # Logits of 8,192 tokens are 5 GB: they are made 512 at a time, and again by the backward pass.
+    piece = partial(checkpoint, token_logprobs, head, temperature=temperature, use_reentrant=False)
+    parts = map(piece, hidden.split(512), targets.split(512))
     logprobs, entropies = map(torch.cat, zip(*parts))
-    return logprobs, entropies, owner
+    return logprobs, entropies, table[predicts, 2]
 
 
 @torch.no_grad()
 def frozen_logprobs(model, sequences, indices, config):
-    """{index: (length,) log-probabilities} of the completions at `indices`, without gradient."""
+    """{index: (length,) log-probabilities} of the completions at `indices`."""
     result = {}
     for slots in pack_micro_batches(sequences, indices, config)[0]:
         logprobs, _, owner = completion_logprobs(model, sequences, slots, config.temperature)
@@ -325,31 +296,28 @@ def frozen_logprobs(model, sequences, indices, config):
     return result
 
 
-# For each objective, how far rho may fall below 1 and rise above it before it is clipped.
+# How far rho may fall below 1, and rise above it, before it is clipped.
 CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
 def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
-    """(tokens,) the new, old and, if beta > 0, reference log-probabilities, (tokens,) the index of
-    each token's completion, and A by that index -> (tokens,) each: loss; whether clipped; KL.
+    """(tokens,) the new, old and reference log-probabilities, (tokens,) the index of each token's
+    completion, and A by that index -> (tokens,) each: loss; whether clipped; KL.
 
         loss = -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL
 
     In gspo, all tokens of a completion have the same rho, exp of the mean log-ratio."""
-    A = A[owner]  # (tokens,)
     log_ratio = logprobs - old_logprobs
     if config.objective == "gspo":
-        _, place, lengths = owner.unique(return_inverse=True, return_counts=True)
-        sums = torch.zeros_like(lengths, dtype=log_ratio.dtype).index_add(0, place, log_ratio)
-        log_ratio = (sums / lengths)[place]
+        means = torch.zeros_like(A).scatter_reduce(0, owner, log_ratio, "mean", include_self=False)
+        log_ratio = means[owner]
     rho = log_ratio.exp()
+    A = A[owner]  # (tokens,)
     down, up = CLIPPING[config.objective]
     surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
     clipped = surrogate < rho * A
-    kl = torch.zeros_like(logprobs)
-    if config.beta > 0:
-        log_ref_ratio = ref_logprobs - logprobs
-        kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # k3: x - 1 - log x, x = p_ref/p
+    log_ref_ratio = ref_logprobs - logprobs
+    kl = log_ref_ratio.exp() - 1 - log_ref_ratio  # k3: x - 1 - log x, x = p_ref/p
     return config.beta * kl - surrogate, clipped, kl.detach()
 
 
@@ -357,9 +325,8 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
     """One update on the completions that have a share of the loss -> metrics. Even an unbiased
     gradient does not give an unbiased update, as Adam and clipping the norm are not linear.
 
-    sequences: all completions with their prompts; advantages, shares: A and w/(N G Z) of each;
-    old, ref: {index: log-probabilities} from frozen_logprobs, or None. Without `old`, the policy
-    that is trained is the one that sampled: rho = 1, and its gradient is that of log p."""
+    advantages, shares: A and w/(N G Z) of each sequence; old, ref: from frozen_logprobs, or None.
+    Without `old`, the policy is the one that sampled: rho = 1, its gradient that of log p."""
     kept = shares.flatten().nonzero().squeeze(1).tolist()
     A = advantages.flatten().float().to(model.device)
     share = shares.flatten().float().to(model.device)
@@ -369,7 +336,7 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
         batch = list(chain(*slots))
         logprobs, entropy, owner = completion_logprobs(model, sequences, slots, config.temperature)
         old_logprobs = torch.cat([old[i] for i in batch]) if old else logprobs.detach()
-        ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else None
+        ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else logprobs.detach()
         losses, clipped, kl = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
         loss = share[owner] @ losses
         loss.backward()  # adds up over the micro-batches
@@ -389,17 +356,17 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
 class Means(NamedTuple):
     """Running means over earlier steps, so known before a draw; 0 before the first. With g_q the
     gradient of a group, the noise of a step is, without cross terms, sum |g_q|^2/(pi_q N^2) over
-    its window, estimated as sum (w_q |g_q|/N)^2 over the B prompts that are kept. B prompts without
-    pruning have mean |g_q|^2/B. This over the former is what a rollout is worth: at 2, half as many
-    give about the same noise. A^2 stands in for |g|^2, and w for w_q if completions are pruned."""
+    its window, estimated as sum (w_q |g_q|/N)^2 over the B prompts that are kept. Unpruned, B
+    prompts have mean |g_q|^2/B; this over the noise is what a rollout is worth: at 2, half as many
+    have about the same noise. A^2 stands in for |g|^2, and w for w_q if completions are pruned."""
 
     length: float = 0.0  # of a completion
     unpruned: float = 0.0  # noise of a step times its B, had nothing been pruned
-    prompts_pruned: float = 0.0  # the same, had only prompts been pruned; for the record
+    prompts_pruned: float = 0.0  # the same, with only prompts pruned; for the record
     pruned: float = 0.0  # the same, as it was, with both levels pruned
 
     def worth(self, noise):
-        """What a rollout is worth with this noise; 1 if nothing is known of it."""
+        """What a rollout is worth with this noise times B; 1 if it is unknown."""
         return self.unpruned / noise if noise > 0 else 1.0
 
     def after(self, N, w_q, w, A, lengths):
@@ -408,35 +375,28 @@ class Means(NamedTuple):
         length = 0.9 * (self.length or length) + 0.1 * length
         if not A.any():  # the step says nothing about noise
             return self._replace(length=length)
-        noise = []
         w_q, B = w_q[:, None], len(A)
-        for weights in (w_q, B / N * w_q**2, B / N * w**2):
-            noise.append((weights * A**2).mean(dim=1).sum().item() / N)
+        weights = (w_q, B / N * w_q**2, B / N * w**2)
+        noise = [(weight * A**2).mean(dim=1).sum().item() / N for weight in weights]
         means = [0.95 * (mean or noise[0]) + 0.05 * new for mean, new in zip(self[1:], noise)]
         return Means(length, *means)
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant.
-
-    dapo divides by the number of all tokens, N G times the mean length, which is unknown where
-    prompts are pruned. The mean length of *earlier* steps replaces it, as it is fixed before the
-    draw. A first step takes its own, which is exact as long as it prunes no prompt."""
-    if config.objective == "dr_grpo":
-        return torch.full_like(lengths, config.max_completion_tokens)
-    if config.objective == "dapo":
-        return torch.full_like(lengths, mean_length or lengths.mean().item())
-    return lengths
+    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. dapo divides
+    by the number of all tokens, N G times the mean length, which is unknown where prompts are
+    pruned. The mean of *earlier* steps, fixed before the draw, takes its place. A first step takes
+    its own, which is exact as long as it prunes no prompt."""
+    constants = {"dr_grpo": config.max_completion_tokens, "dapo": mean_length or lengths.mean()}
+    return torch.zeros_like(lengths) + constants.get(config.objective, lengths)
 
 
 def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config):
     """One step of the paper's algorithm -> what happened in it, for the record.
 
-    task: model, training examples, reward; reference: the model that KL is measured against;
-    upcoming: the next prompts in order, as many as there are training examples;
-    means: Means of the steps before; generator: for the draws alone.
+    reference: the model that KL is measured against; upcoming: the next prompts in order, as many
+    as there are training examples; means: of earlier steps; generator: for the draws alone.
 
-    L is the mean of l = (sum of token losses)/Z over all N G candidates; L_hat = sum(w l)/(N G).
     Memory, limit and N are fixed before the draw, so w_q has mean 1; given that draw and the
     rollouts, so has w_qi, wherever l has a gradient. As a rollout is independent of its draw, the
     gradients of L_hat and L have the same mean. The paper averages over what it keeps and rescales
@@ -445,13 +405,12 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
         (1/kept) C/(1 - P) = (1/kept) (kept/total)/pi = 1/(total pi) = w/(N G)"""
     G = config.group_size
 
-    # 1. Prune prompts by what is remembered of them. Keep just enough for the noise of
+    # 1. Prune prompts by what is remembered of them. Ours: keep just enough for the noise of
     #    prompts_per_step unpruned prompts, but never more than these.
     limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
-    # 2. Roll out the prompts that are kept, and reward their completions. Completion i of the q-th
-    #    of these prompts is sequences[q G + i], as flatten() has it.
+    # 2. Roll out the prompts that are kept. Completion i of the q-th of them is sequences[q G + i].
     examples = [task.train[q] for q in prompts.tolist()]
     sequences, rewards, seconds = rollout(task, examples, G, config)  # B G; (B, G)
     A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
@@ -459,7 +418,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
     Z = normalizer(lengths, means.length, config)
 
     # 3. Prune completions, anew for every update, since the policy depends on earlier draws.
-    #    (Prompts are drawn once, so later updates are unbiased only given that draw.)
+    #    (Prompts are drawn once, so in later updates only this draw is unbiased.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w = w_q[:, None] * prune_completions(rule, A, w_q, generator)
@@ -467,11 +426,11 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
             w = (w > 0) * (N * G / (w > 0).sum().clamp(min=1))
         weights.append(w)
 
-    # 4. Remember what prompts taught and, unless the rule is biased (A = 0 then), the noise.
+    # 4. Remember what prompts taught, lengths and, if the rule is unbiased, the noise.
     rule.remember(prompts, rewards, A)
     means = means.after(N, w_q, weights[0], A * rule.unbiased, lengths)
 
-    # 5. Log-probabilities under the reference and, for later updates (if any), the old policy.
+    # 5. Log-probabilities under the reference and, for later updates, the old policy.
     trained = torch.stack(weights).any(dim=0).flatten().nonzero().squeeze(1).tolist()
     ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
     later = torch.stack(weights)[1:].any(dim=0).flatten().nonzero().squeeze(1).tolist()
@@ -479,10 +438,9 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
 
     # 6. Pack what is kept, and update. The first update trains the policy that sampled.
     updates = []
-    for number, w in enumerate(weights):
-        inputs = {"advantages": A, "shares": w / (N * G * Z), "ref": ref, "config": config}
-        inputs["old"] = old if number > 0 else None
-        updates.append(train_step(task.model, optimizer, sequences, **inputs))
+    for w in weights:
+        inputs = (sequences, A, w / (N * G * Z), old if updates else None, ref, config)
+        updates.append(train_step(task.model, optimizer, *inputs))
     step = {"N": N, "w_q": w_q, "w": weights[0], "sequences": sequences, "lengths": lengths}
     step |= {"rewards": rewards, "A": A, "means": means, "updates": updates}
     return SimpleNamespace(**step, rollout_seconds=seconds)
@@ -491,8 +449,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
 # ---- 5. Beyond the paper: keep in proportion to the score
 def proportional_probabilities(scores, rate, floor=0.0):
     """Scores >= 0 of any shape -> float64 pi = min(1, c score), at least `floor`, and 1 where there
-    is no score (NaN). Their sum is that of keep_probabilities, or more if `floor` is that high.
-    Without a floor, scores of 0 get pi = 0 and are not counted; with one, 0 is a tiny score.
+    is no score (NaN). They sum to what keep_probabilities' do, or more if `floor` is that high.
+    Without a floor, both leave out scores of 0 (pi = 0); with one, these are tiny scores.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
     sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation)."""
@@ -511,22 +469,21 @@ def proportional_probabilities(scores, rate, floor=0.0):
 
 class ProportionalDPPO(Rule):
     """A completion's score is |A| times its prompt's weight, which is how strongly it counts. A
-    prompt's score, the root mean square of A that is expected of its next group, is learned:
-    prompts whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p)) share a bin, whose
-    score is what its prompts had at their next visits. (As all of a bin have the same pi, that mean
-    needs no weights.) Rewards below 0 count as 0, and above 1 as 1."""
+    prompt's is the root mean square of A to expect of its next group, learned in bins: prompts
+    whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p)) share one, and its score is
+    what later visits to them gave. (As all of a bin have the same pi, it needs no weights.)"""
 
     remembers = {"right": 0.0, "wrong": 0.0}  # sums of rewards, of 1 - rewards
-    prior = 0.05  # successes and failures before any visit: most prompts are solved always or never
-    decay = 0.8  # what is remembered shrinks by this factor at each visit, as the policy changes
+    prior = 0.05  # successes, and failures, before any visit
+    decay = 0.8  # memory, times this at each visit, as the policy changes
     bins = 9
-    forget = 0.998  # what bins have learned shrinks by this factor at each step
+    forget = 0.998  # what bins have learned, times this at each step
     floor = 0.07  # of pi where a gradient is unlikely but possible: 1/pi is at most 15
 
     def __init__(self, config, prompt_count):
         super().__init__(config, prompt_count)
         middles = (torch.arange(self.bins).double() + 0.5) / self.bins
-        self.memory["visits"] = torch.full_like(middles, 4)  # a guess that is worth four of them
+        self.memory["visits"] = torch.full_like(middles, 4)  # a guess worth four
         self.memory["squares"] = 4 * (0.1 + 0.9 * middles**2)  # sum of the visits' mean A^2
 
     def bin_of_prompts(self):
@@ -544,7 +501,7 @@ class ProportionalDPPO(Rule):
 
     def completion_probabilities(self, advantages, prompt_weights):
         scores = advantages.abs() * prompt_weights[:, None]  # (B, G)
-        floor = self.floor if self.config.beta > 0 else 0.0  # with KL, A = 0 has a gradient too
+        floor = self.floor if self.config.beta > 0 else 0.0  # A = 0 has a gradient then
         return proportional_probabilities(scores, self.config.completion_prune_rate, floor)
 
     def remember(self, prompts, rewards, advantages):
@@ -555,7 +512,7 @@ class ProportionalDPPO(Rule):
             if place[q] >= 0 and not group.isnan().all():
                 memory["visits"][place[q]] += 1
                 memory["squares"][place[q]] += A.square().mean()
-            right = len(group) * group.nanmean().nan_to_num()  # without any reward, it is all wrong
+            right = len(group) * group.nanmean().nan_to_num()  # all wrong without a reward
             memory["right"][q] = self.decay * memory["right"][q] + right
             memory["wrong"][q] = self.decay * memory["wrong"][q] + len(group) - right
 
@@ -567,7 +524,7 @@ RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional":
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-# cuDNN's attention plans anew at every token, and may give NaN gradients (pytorch issue 196678).
+# cuDNN's attention plans anew at every token, and may give NaN gradients (pytorch#196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -577,7 +534,7 @@ class Refused(ValueError):
 
 @contextmanager
 def refusing(what):
-    """Turns whatever is raised inside into Refused, as libraries raise nearly anything."""
+    """Turns whatever is raised inside into Refused."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):  # main has advice on these
@@ -598,8 +555,7 @@ def next_prompts(seen, prompt_count, seed):
 
 class MasterAdam(torch.optim.Adam):
     """Adam in float32. At a learning rate of 1e-6, updates of bfloat16 weights would be rounded
-    away, so Adam updates a float32 master of each weight (of a float32 weight, itself), which is
-    then rounded to the weight. Gradients are summed in float32."""
+    away, so Adam updates a float32 master of each weight, which is then rounded to the weight."""
 
     def __init__(self, model, learning_rate):
         self.updates = 0  # so far
@@ -618,7 +574,7 @@ class MasterAdam(torch.optim.Adam):
         super().step()
         for weight, master in zip(self.weights, self.masters):
             weight.copy_(master)
-            master.grad = None  # otherwise it would outlive model.zero_grad()
+            master.grad = None  # or it would outlive model.zero_grad()
 
 
 # ---- 7. Rollout
@@ -626,8 +582,7 @@ class MasterAdam(torch.optim.Adam):
 def decode(model, input_ids, generation_config, samples, temperature, end_ids, **inputs):
     """(prompts, tokens) ids -> (prompts * samples, limit) ids of the completions, -1 after their
     end; their log-probabilities. `model.generate` runs this loop in place of its own, to sample
-    from the policy that is trained, softmax(logits/temperature), without the model's top_k or the
-    like. It reads a prompt once for all its samples, and rows that have ended leave the batch."""
+    from softmax(logits/temperature), as is trained, without the model's top_k or the like."""
     cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until 5.23
     new, cache, mask = input_ids, inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(new) if mask is None else mask  # None: no padding
@@ -665,9 +620,8 @@ def sample(task, prompts, samples, config):
     settings |= {"max_new_tokens": config.max_completion_tokens, "cache_implementation": "dynamic"}
     settings |= {"do_sample": True, "use_cache": True, "num_beams": 1, "pad_token_id": 0}
     tokens, logprobs = task.model.generate(ids.clamp(min=0), **settings)
-    sequences = []
-    for i, row in enumerate(tokens.tolist()):
-        sequences.append(Sequence(prompts[i // samples], [token for token in row if token >= 0]))
+    rows = enumerate(tokens.cpu())
+    sequences = [Sequence(prompts[i // samples], row[row >= 0].tolist()) for i, row in rows]
     return sequences, logprobs[tokens >= 0]
 
 
@@ -686,8 +640,7 @@ def rollout(task, examples, samples, config):
 @torch.no_grad()
 def check_sampling(task, config):
     """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1.
-    Log-probabilities must agree on average (each differs a bit in bfloat16), also beside the
-    longest possible sequence, which moves positions in some models."""
+    They must agree beside the longest possible sequence, too, which moves positions in some."""
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     prompts.sort(key=len)
@@ -710,18 +663,16 @@ def check_sampling(task, config):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
 
 
-# ---- 8. Rewards: f(prompts, completions, **columns) -> list[float | None]; None: not gradable
+# ---- 8. Rewards: f(prompts, completions, **columns) -> list of float or, if not gradable, None
 # A sign may stand off, but in 5-3 and 5 - 3 there is none.
 NUMBER = re.compile(r"(?:(?<![\w)])(?<![0-9)] )- ?)?(?:[0-9]*\.)?[0-9]+(?:[eE][+-]?[0-9]+)?")
 MARKED = re.compile(r"(?:####|\\boxed *\{)\s*(?:\\boxed *\{)?([^\n}]*)")
 COMMA = r"(,|\{,\}|,?\\[,!]|[\xa0\u2009\u202f])"  # or what stands for one; none in (100,200)
 THOUSANDS = re.compile(rf"(?<![0-9.,(\[])[1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])")
-# What makes a number a part of a fraction, a power, a root, a pair, a sum, a relation, a time.
-BEFORE = r"([0-9}] */ *|\^\{?|[0-9]_\{?|(sqrt|frac)\{?|\}\{|[0-9][,:]|[≥≤≠±√] *"
-BEFORE = re.compile(BEFORE + r"|\\(times|cdot|[lg]eq?|pm) *)$")
-AFTER = r" *(/ *[0-9]|\^(?!\{?\\circ)|_\{?[0-9]|[,:.]?[0-9]|(, ?|[-+] |or )-?[0-9]|[×π√]"
-AFTER = re.compile(AFTER + r"|\\(times|cdot|pi|sqrt|frac))")
-AROUND = r"""[\s"'*()\[\]{}\\.%°]*"""  # what may stand around a number that is an answer
+# What makes a number part of a fraction, power, root, pair, sum, relation or time.
+BEFORE = r"((\^|\d_|sqrt|frac){?|}{|\d[,:]|([\d}] */|[≥≤≠±√]|\\(times|cdot|[lg]eq?|pm)) *)$"
+AFTER = r" *((/ *|_{?|[:.]?|(, ?|[-+] |or )-?)\d|\^(?!{?\\circ)|[×π√]|\\(times|cdot|pi|sqrt|frac))"
+AROUND = r"""[\s"'*()\[\]{}\\.%°]*"""  # what may stand around an answer
 
 
 def text_of(completion):
@@ -746,22 +697,20 @@ def gsm8k_number(text, is_answer=False):
     if not found:
         end = re.sub(r"(?m)^\s*- (?=.*[a-z])", "", text)  # a dash before an item is no sign
         *_, found = [None, *NUMBER.finditer(end)]
-    if not found or BEFORE.search(end[: found.start()]) or AFTER.match(end, found.end()):
+    if not found or re.search(BEFORE, end[: found.start()]) or re.match(AFTER, end[found.end() :]):
         return None
     return float(found[0].replace(" ", ""))
 
 
 def graded(prompts, completions, answer, read_answer, read_text, **columns):
-    """1 where what is read of a completion is what is read of its answer, None where that is
-    nothing. Reasoning is left out, and so is all of a completion whose <think> does not end."""
+    """1 where a completion reads as its answer does, None where that reads as nothing. Reasoning is
+    left out, and a completion whose <think> does not end is wrong."""
     rewards = []
     for prompt, completion, wanted in zip(prompts, completions, answer):
-        text = text_of(completion)
-        if "<think>" in text_of(prompt).rpartition("</think>")[2]:
-            text = "<think>" + text
-        text, unfinished, _ = text.rpartition("</think>")[2].partition("<think>")
+        begun, text = text_of(prompt), text_of(completion)
+        unfinished = "<think>" in (begun + text).rpartition("</think>")[2]
         wanted = None if wanted is None else read_answer(str(wanted))
-        is_right = not unfinished and read_text(text) == wanted
+        is_right = not unfinished and read_text(text.rpartition("</think>")[2]) == wanted
         rewards.append(None if wanted in (None, "") else float(is_right))
     return rewards
 
@@ -774,7 +723,7 @@ REWARDS = {"exact": exact, "gsm8k": gsm8k}
 # ---- 9. Tasks
 @dataclass
 class Task:
-    """What a run works on. An example has prompt (text or messages), prompt_ids, and columns."""
+    """An example has prompt (text or messages), prompt_ids, and the columns of its data."""
 
     train: list
     evals: dict  # name: examples
@@ -785,8 +734,7 @@ class Task:
 
 
 def load_task(config):
-    """The user's data and model, or the embedded ones. Errors in the data, or in the reward, which
-    is tried on empty completions, are reported before the model is loaded."""
+    """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
     train, evals, tokenizer = user_data(config) if config.model else sorting_data(config)
     for ids in chain(*evals.values()):
         train.pop(ids, None)  # what is evaluated is not trained on
@@ -805,44 +753,36 @@ def load_task(config):
     task.model = model.to(DEVICE).eval()
     ids = model.generation_config.eos_token_id
     ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
-    task.end_ids = sorted(ids | turn_end(tokenizer))
+    # A chat's turn ends with the first special token after its message.
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
+    with suppress(Exception):  # no template, or no such token
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
+        after = tokenizer.encode(text, add_special_tokens=False)
+        ids.add(next(token for token in after if token in tokenizer.added_tokens_decoder))
+    task.end_ids = sorted(ids)
     check_sampling(task, config)
-    ending = tokenizer.decode(task.train[0]["prompt_ids"])[-40:]
-    told = f"{type(model).__name__} in {model.dtype} on {DEVICE}"
-    print(f"{told}; the first of {len(train)} prompts to train on ends {ending!r}")
+    end = tokenizer.decode(task.train[0]["prompt_ids"])[-40:]
+    print(f"{model.dtype} on {DEVICE}; the first of {len(train)} prompts to train on ends {end!r}")
     return task
 
 
-def turn_end(tokenizer):
-    """{the first special id that the chat template writes after an assistant's message}, if any.
-    Base models end their texts with another."""
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
-    with suppress(Exception):  # no template, or one that wants more than this
-        text = tokenizer.apply_chat_template(chat, tokenize=False).rsplit("MESSAGE", 1)[1]
-        after = tokenizer.encode(text, add_special_tokens=False)
-        return {*[token for token in after if token in tokenizer.added_tokens_decoder][:1]}
-    return set()
-
-
 def reward_completions(task, examples, sequences):
-    """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none. The reward
-    function gets the columns of the data."""
+    """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none."""
     samples = len(sequences) // len(examples)
     rows = [examples[i // samples] for i in range(len(sequences))]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    if task.reward in REWARDS.values():  # these ask whether <think> is open as a prompt ends
+    if task.reward in REWARDS.values():  # which ask whether <think> is open
         endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
         columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
     for row, (_, ids) in zip(rows, sequences):
         has_ended = ids and ids[-1] in task.end_ids
         text = task.tokenizer.decode(ids[:-1] if has_ended else ids)
-        is_chat = not isinstance(row["prompt"], str)  # then a completion is a message, too
+        is_chat = not isinstance(row["prompt"], str)  # and so is a completion
         columns["completions"].append([{"role": "assistant", "content": text}] if is_chat else text)
     values = task.reward(**columns)
-    must = f"the reward function must return a list of {len(rows)} finite numbers or None"
-    with refusing(f"{must}, not {values!r:.60}"):
+    with refusing(f"rewards must be a list of {len(rows)} numbers or None, not {values!r:.60}"):
         numbers = []
         for value in values[:]:  # a set or a dict has no order
             numbers.append(math.nan if value is None else value)
@@ -854,31 +794,29 @@ def reward_completions(task, examples, sequences):
 
 # ---- 10. Data
 def user_data(config):
-    """-> {prompt ids: example} to train on, {name: {prompt ids: example}} to evaluate, held out if
-    no evaluation set is named, and the tokenizer."""
+    """-> {ids: example} to train on, {name: {ids: example}} to evaluate, and the tokenizer."""
     options = {"trust_remote_code": False}
     with refusing(f"{config.model} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, **options)
     train = load_examples(config.dataset, "train", config, tokenizer)
-    evals = {}
-    for spec in filter(None, config.eval_dataset.split(",")):
-        examples = load_examples(spec, "test", config, tokenizer)
-        evals[spec] = dict(islice(examples.items(), config.eval_prompts))
-    if not evals:
-        evals["held out"] = dict(islice(train.items(), min(config.eval_prompts, len(train) // 5)))
+    specs = filter(None, config.eval_dataset.split(","))
+    evals = {spec: load_examples(spec, "test", config, tokenizer) for spec in specs}
+    evals = evals or {"held out": dict(islice(train.items(), len(train) // 5))}
+    for name, examples in evals.items():
+        evals[name] = dict(islice(examples.items(), config.eval_prompts))
     return train, evals, tokenizer
 
 
-# What reads a kind of file, and how: csv as text, since pandas would take 0124 for 124.
-TEXT = {"converters": dict.fromkeys(range(999), str), "keep_default_na": False, "index_col": False}
-READERS = {"parquet": ("parquet", {}), "csv": ("csv", TEXT), "tsv": ("csv", TEXT | {"sep": "\t"})}
+# Csv is read as text, as pandas would take 0124 for 124.
+READERS = {"parquet": ("parquet", {}), "csv": ("csv", {}), "tsv": ("csv", {"sep": "\t"})}
 READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), ("json", {}))
+TEXT = {"converters": dict.fromkeys(range(999), str), "keep_default_na": False, "index_col": False}
 
 
 def load_rows(spec, split):
-    """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900]. A
-    path is a file, whose name may have colons, or else a name on the Hub, or a URL."""
-    parts = re.split(r":(?!//|[^\[]*\])", spec)  # at colons, but those of https:// and train[a:b]
+    """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900].
+    A path is a file, whose name may have colons, a name on the Hub, or a URL."""
+    parts = re.split(r":(?!//|[^\[]*\])", spec)  # not those of https:// and train[a:b]
     paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
     path = next(filter(os.path.isfile, paths), paths[-1])
     *names, split = parts[paths[::-1].index(path) + 1 :] or [split]
@@ -889,18 +827,16 @@ def load_rows(spec, split):
         options = options | {"data_files": {split.partition("[")[0]: file}}
     elif os.path.isfile(path):
         raise Refused(f"{spec} is a file, but none of {', '.join(READERS)}")
-    warnings.filterwarnings("error", "Length of header")  # of pandas, which would cut 7,000 to 7
+    warnings.filterwarnings("error", "Length of header")  # pandas would cut 7,000 to 7
     with refusing(f"{spec} is empty or cannot be read"):
-        rows = datasets.load_dataset(source, *names, split=split, **options)
-        if rows.info.builder_name == "csv" and source != "csv":  # in a folder, or on the Hub
-            rows = datasets.load_dataset(source, *names, split=split, **TEXT)
-        return rows
+        builder = datasets.load_dataset_builder(source, *names, **options)
+        options = options | TEXT if builder.info.builder_name == "csv" else options
+        return datasets.load_dataset(source, *names, split=split, **options)
 
 
 def load_examples(spec, split, config, tokenizer):
-    """{prompt ids: example} of what load_rows reads, shuffled, each prompt once; empty and overlong
-    prompts are left out, and so is what our rewards cannot grade."""
-    rows = load_rows(spec, split).shuffle(seed=0)  # not --seed, so that all runs have the same data
+    """{prompt ids: example}, shuffled, without what is empty, overlong or not gradable."""
+    rows = load_rows(spec, split).shuffle(seed=0)  # the same data for every --seed
     flat = rows.flatten()  # data for verl nest the answer
     prompts = [name for name in config.prompt_column.split(",") if name in flat.column_names]
     answers = [name for name in config.answer_column.split(",") if name in flat.column_names]
@@ -914,7 +850,7 @@ def load_examples(spec, split, config, tokenizer):
     gradable = 0
     for row, values in tqdm(zip(rows, flat), spec, len(rows), leave=False, delay=5):
         text = values[prompts[0]]
-        # Ours and TRL's read one of these names; one's own reward keeps columns that have them.
+        # Our rewards and TRL's read either name; one's own keeps its columns.
         answer = dict.fromkeys(("answer", "solution"), values[answers[0]]) if answers else {}
         if is_ours and config.reward_function(["?"], [""], [answer["answer"]]) == [None]:
             continue
@@ -924,36 +860,31 @@ def load_examples(spec, split, config, tokenizer):
         if text and 0 < len(ids) <= config.max_prompt_tokens:
             row = row | answer if is_ours else answer | row
             examples[tuple(ids)] = row | {"prompt": prompt, "prompt_ids": ids}
-    told = f"{spec}: {gradable} of {len(rows)} rows can be graded"
-    told += f", {len(examples)} different prompts within --max_prompt_tokens"
+    told = f"{spec}: {gradable} of {len(rows)} rows are gradable, {len(examples)} different prompts"
     if not examples:
-        raise Refused(f"{told}: see --reward and --answer_column")
+        raise Refused(f"{told}: see --reward, --answer_column and --max_prompt_tokens")
     print(told)
     return examples
 
 
 def encode_prompt(prompt, config, tokenizer):
-    """A text or a list of messages -> the prompt as a reward gets it, and its ids. If the last of
-    the messages is the assistant's, it is continued."""
+    """A text or a list of messages -> the prompt as a reward gets it, and its ids."""
     system, is_chat = config.system_prompt, isinstance(prompt, list)
     for message in prompt if is_chat else []:
         parts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [0]
         if not all(isinstance(part, str) for part in parts):
             raise Refused(f"a message needs a role and a text as its content: {message!r:.60}")
-    looks = r"""\s*(\[\s*\{\s*["'](role|content|from)|\{\s*["'](messages|conversations))["']\s*:"""
+    looks = r"""\s*\[?\s*\{\s*["'](role|content|from|messages|conversations)["']\s*:"""
     if isinstance(prompt, dict) or (not is_chat and re.match(looks, str(prompt))):
         raise Refused("it looks like a chat, but is not a list of messages")
-    if tokenizer.chat_template:
+    if is_chat or tokenizer.chat_template:
         prompt = prompt if is_chat else [{"role": "user", "content": str(prompt)}]
         if system:
             others = [message for message in prompt if message["role"] != "system"]
             prompt = [{"role": "system", "content": system}, *others]
-        goes_on = prompt[-1]["role"] == "assistant"
+        goes_on = prompt[-1]["role"] == "assistant"  # then its message is continued
         options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-        options = config.template_kwargs | options | {"return_dict": False}
-        return prompt, tokenizer.apply_chat_template(prompt, **options)
-    if is_chat:
-        raise Refused(f"it is a chat, but {config.model} has no chat template")
+        return prompt, tokenizer.apply_chat_template(prompt, **config.template_kwargs | options)
     prompt = f"{system}\n\n{prompt}" if system else str(prompt)
     ids = tokenizer.encode(prompt)
     if ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text with it
@@ -962,7 +893,7 @@ def encode_prompt(prompt, config, tokenizer):
 
 
 # ---- 11. The embedded task: sort digits
-# Class: training prompts, fewest and most digits. Easy ones start solved, hard ones never are.
+# Training prompts, fewest and most digits. Easy ones start solved, hard ones stay unsolved.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 
 
@@ -1021,20 +952,18 @@ def warm_started(tokenizer):
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
     half = cached.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), half)
-    half.replace(cached)  # which is always whole
+    half.replace(cached)
     return model
 
 
 # ---- 12. Settings
 def setting(default, text):
-    """A field of Config: its default, or that with --model and that of the embedded task; help."""
+    """A field: its default, or a pair, with --model and for the embedded task; help."""
     return field(default=default, metadata={"help": text, "metavar": ""})
 
 
-# The least value of the numbers that may not be 0.
 LEAST = {"prompts_per_step": 1, "group_size": 2, "inner_epochs": 1, "temperature": 1e-3}
-LEAST |= {"max_completion_tokens": 1, "max_grad_norm": 1e-6, "max_prompt_tokens": 1}
-LEAST |= {"rollout_batch_size": 1, "micro_batch_tokens": 1, "eval_samples": 1}
+LEAST |= {"max_completion_tokens": 1, "max_grad_norm": 1e-6, "eval_samples": 1}
 
 
 @dataclass
@@ -1043,39 +972,39 @@ class Config:
 
     # The method
     method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
-    objective: Literal["grpo", "dr_grpo", "dapo", "gspo"] = setting("grpo", "dr_grpo, dapo, gspo")
-    prompt_prune_rate: float = setting(0.7, "r_q, share of the low-scoring prompts to prune")
+    objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo")
+    prompt_prune_rate: float = setting(0.7, "r_q, share of low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, share of low-scoring completions to prune")
     prompts_per_step: int = setting(32, "noise wanted, in unpruned prompts; no more are rolled out")
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
     learning_rate: float = setting((1e-6, 5e-5), "after the warm-up")
-    warmup_steps: int = setting(10, "steps over which the learning rate rises")
+    warmup_steps: int = setting(10, "steps over which it rises")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped")
     temperature: float = setting((1.0, 0.7), "of the samples")
     max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
     model: str = setting("", "causal LM, on the Hub or in a folder")
-    dataset: str = setting("", "path, path:split or path:config:split, on the Hub or a file")
+    dataset: str = setting("", "path[:config][:split], on the Hub or a file")
     prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the same")
-    system_prompt: str = setting("", "before every prompt, in place of its own system message")
+    system_prompt: str = setting("", "in place of a prompt's own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
-    eval_dataset: str = setting("", "like --dataset, with commas; without, held out of it")
+    eval_dataset: str = setting("", "like --dataset, with commas; or held out")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
-    eval_samples: int = setting(4, "samples of each prompt, k of avg@k")
+    eval_samples: int = setting(4, "samples of each evaluated prompt")
     # The run
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
     eval_every: int = setting((0, 10), "steps between evaluations; 0: none")
     save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
-    rollout_batch_size: int = setting(256, "sequences generated at a time, at least a prompt's")
-    micro_batch_tokens: int = setting(4096, "tokens of a forward pass, at least a sequence")
-    seed: int = setting(0, "of the prompts' order, the rollouts and the draws")
-    output_dir: str = setting("", "folder of the run; without, a new one under runs/")
-    history: str = setting("", "folder of an earlier run, to start with what it remembers")
+    rollout_batch_size: int = setting(256, "sequences generated at a time")
+    micro_batch_tokens: int = setting(4096, "tokens of a forward pass")
+    seed: int = setting(0, "of order, rollouts and draws")
+    output_dir: str = setting("", "folder of the run; or a new one in runs/")
+    history: str = setting("", "folder of a run whose memory to start with")
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
@@ -1090,7 +1019,7 @@ class Config:
         if self.objective not in CLIPPING:
             raise Refused(f"--objective {self.objective} is not one of {', '.join(CLIPPING)}")
         with refusing("--chat_template_kwargs must be a JSON object"):
-            self.template_kwargs = dict(**json.loads(self.chat_template_kwargs))
+            self.template_kwargs = json.loads(self.chat_template_kwargs) | {"return_dict": False}
         of_user = (self.model, self.dataset, self.eval_dataset, self.system_prompt)
         if any(of_user) and not (self.model and self.dataset):
             raise Refused("--model or --dataset is missing: data of your own need both")
@@ -1105,27 +1034,21 @@ class Config:
 
 
 # ---- 13. Runs: a run is its records, one of step 0 and one of each step
-def as_json(value):
-    """JSON, which lacks NaN and infinity: they become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
-
-
 def evaluate(task, config):
-    """-> avg@k of each set, and `accuracy` over all, of the rewards that are given."""
+    """-> the mean of the rewards that are given in each set, and `accuracy`, that of all."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
     k = config.eval_samples
     rewards = {name: rollout(task, rows, k, config)[1] for name, rows in task.evals.items()}
-    sets = {name: {f"avg@{k}": of_set.nanmean().item()} for name, of_set in rewards.items()}
+    means = {name: of_set.nanmean().item() for name, of_set in rewards.items()}
     together = torch.cat([torch.zeros(0), *map(torch.flatten, rewards.values())])
-    return {"accuracy": together.nanmean().item(), **sets}
+    return {"accuracy": together.nanmean().item(), **means}
 
 
 def make_step(records, task, rule, optimizer, reference, config):
     """Makes the next step, and adds its record."""
     started_at = time.perf_counter()
     last = records[-1]
-    memory = copy.deepcopy(rule.memory)
-    # The draws have a generator of their own, as a reward function may seed torch's global one.
+    # Draws have a generator of their own, as a reward may seed torch's.
     seen = last["candidates_so_far"]
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
@@ -1134,40 +1057,34 @@ def make_step(records, task, rule, optimizer, reference, config):
     rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
     optimizer.param_groups[0]["lr"] = rate
     means = Means(**last["means"])
-    try:
-        step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
-        seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
-        record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
-        record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
-        record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
-        record["cumulative_seconds"] = last["cumulative_seconds"] + seconds
-        records.append(record)
-    except BaseException:
-        rule.memory = memory  # that of the last record
-        raise
+    step = dppo_step(task, rule, optimizer, reference, upcoming, means, generator, config)
+    seconds, in_rollout = time.perf_counter() - started_at, step.rollout_seconds
+    record = {"step": number, "updates": optimizer.updates, **record_of(step, task)}
+    record |= {"candidates_so_far": seen + step.N, "learning_rate": rate}
+    record |= {"rollout_seconds": in_rollout, "train_seconds": seconds - in_rollout}
+    record["cumulative_seconds"] = last["cumulative_seconds"] + seconds
+    rule.whole_memory = copy.deepcopy(rule.memory)  # a failed step leaves no trace
+    records.append(record)
 
 
 def record_of(step, task):
-    """What is recorded of a step: means over the window, estimated with the prompts' weights, of
-    groups that have a reward; entropy, clip_fraction and kl of the last update; a group."""
+    """The record of a step: estimated means of the window's groups that have a reward; a group."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
-    of_groups = {"reward": step.rewards.nanmean(dim=1)}
-    of_groups |= {"zero_variance_fraction": ~step.A.any(dim=1)}
-    of_groups |= {"completion_length": step.lengths.mean(dim=1)}
-    of_groups |= {"truncated_fraction": truncated.double().mean(dim=1)}
+    equal = ~step.A.any(dim=1, keepdim=True)
+    values = {"reward": step.rewards, "zero_variance_fraction": equal}
+    values |= {"completion_length": step.lengths, "truncated_fraction": truncated}
     w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
     record = {"prompts_seen": step.N, "prompts_rolled": B, "weight_max": step.w.max().item()}
-    for name, values in of_groups.items():
-        record[name] = (w_q @ values.double().nan_to_num() / w_q.sum()).item()
+    for name, of_groups in values.items():
+        record[name] = (w_q @ of_groups.double().nanmean(dim=1).nan_to_num() / w_q.sum()).item()
     record |= {"means": step.means._asdict(), **step.updates[-1]}
     record["rollout_worth"] = step.means.worth(step.means.pruned)
     record["prompt_worth"] = step.means.worth(step.means.prompts_pruned)
-    for name in ("completions_trained", "tokens_trained"):
-        record[name] = sum(update[name] for update in step.updates)
-    norms = torch.tensor([update["grad_norm"] for update in step.updates])
-    record["grad_norm"] = norms.max().item()  # NaN if one is NaN
+    totals = {"completions_trained": torch.sum, "tokens_trained": torch.sum, "grad_norm": torch.max}
+    for name, total in totals.items():  # torch.max keeps a NaN
+        record[name] = total(torch.tensor([update[name] for update in step.updates])).item()
     q = step.w.any(dim=1).int().argmax().item()  # the first group that is trained
     record["prompt"] = task.tokenizer.decode(step.sequences[G * q].prompt)
     record["completions"] = task.tokenizer.batch_decode(completions[G * q : G * (q + 1)])
@@ -1175,35 +1092,30 @@ def record_of(step, task):
 
 
 def start(config, task, rule, optimizer):
-    """The folder of a run and its records so far. With --resume, rule and optimizer get back what
-    they had. A new folder is made last: a run that is refused leaves nothing behind."""
+    """The folder of a run, made last, as a refused run leaves nothing; and its records so far."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if out.exists() and not config.resume:
-        advice = ", or --resume it" * (out / "checkpoint.pt").exists()
-        raise Refused(f"{out} exists: name another --output_dir{advice}")
-    data = repr([(row["prompt"], row.get("answer")) for row in task.train])
+    made_of = [(config.method, row["prompt"], row.get("answer")) for row in task.train]
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
-    first |= {"cumulative_seconds": 0.0, "method": config.method, "data": zlib.crc32(data.encode())}
+    first |= {"cumulative_seconds": 0.0, "made_of": zlib.crc32(repr(made_of).encode())}
     folder = config.resume or config.history
     if folder:
-        with refusing(f"{folder}/checkpoint.pt cannot be read"):  # weights_only: no code can run
-            options = {"weights_only": True, "mmap": not config.resume}  # the memory is a few MB
-            saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", **options)
+        with refusing(f"{folder}/checkpoint.pt cannot be read"):  # no code can run
+            saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
             earlier = saved["records"]
             first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
-            # Noise depends on settings that may be others now, so worth starts at 1 again.
-            first["means"] = Means(earlier[-1]["means"]["length"])._asdict()
+            # Settings may be others now, so worth starts at 1 again.
+            first["means"]["length"] = earlier[-1]["means"]["length"]
             rule.memory |= saved["memory"]
-        if any(earlier[0][name] != first[name] for name in ("method", "data")):
+        if earlier[0].get("made_of") != first["made_of"]:
             raise Refused(f"{folder} was made with another method or other data")
-    # A rule of the user's own should fail here rather than after the evaluation.
-    trial = config.rule_class(config, len(task.train))
+    # A rule of the user's own should fail now, not after the evaluation.
+    rule.whole_memory = copy.deepcopy(rule.memory)
+    trial = copy.copy(rule)
     trial.memory = copy.deepcopy(rule.memory)
     prune_prompts(trial, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
     if config.resume:
         restore(saved, config, optimizer)
-        print(f"{out}: goes on after step {earlier[-1]['step']} of {config.steps}")
-    with refusing(f"{out} cannot be written"):
+    with refusing(f"{out} cannot be written, or exists: name another --output_dir"):
         out.mkdir(parents=True, exist_ok=bool(config.resume))
         (out / "config.partial").write_text(json.dumps(asdict(config) | {"resume": ""}, indent=2))
         (out / "config.partial").replace(out / "config.json")
@@ -1212,28 +1124,27 @@ def start(config, task, rule, optimizer):
 
 @torch.no_grad()
 def restore(saved, config, optimizer):
-    """Gives an optimizer and its model back what they had, if the settings are those of the run."""
+    """Gives back what optimizer and model had, if the settings are those of the run."""
     free = ("steps", "save_every", "eval_every", "micro_batch_tokens", "rollout_batch_size")
     wanted = json.loads(Path(config.resume, "config.json").read_text())
     for name, value in asdict(config).items():
         if wanted.get(name) != value and name not in (*free, "resume"):
             raise Refused(f"--{name} must be {wanted.get(name)!r}: the run was made with it")
     optimizer.updates = saved["records"][-1]["updates"]
-    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # or its file stays mapped
     for weight, master, value in zip(optimizer.weights, optimizer.masters, saved["weights"]):
         master.copy_(value)
         weight.copy_(value)
 
 
 def save_checkpoint(out, records, rule, optimizer):
-    saved = {"records": records, "memory": rule.memory, "weights": optimizer.masters}
+    saved = {"records": records, "memory": rule.whole_memory, "weights": optimizer.masters}
     torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
     (out / "partial.pt").replace(out / "checkpoint.pt")  # which is always whole
 
 
 def make_steps(out, records, task, rule, optimizer, reference, config):
-    """Evaluates the last step, if that is due, and makes those that are left. Ctrl-C stops it after
-    the step that it is at, a second one at once."""
+    """Evaluates the last step, if that is due, and makes those that are left."""
 
     def stop(*_):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1244,7 +1155,7 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
     made = records[-1]["step"]
     last = max(made, config.steps)
     with (out / "metrics.jsonl").open("w") as file, tqdm(total=last, initial=made) as bar:
-        file.writelines(as_json(record) + "\n" for record in records[:-1])
+        file.writelines(json.dumps(record) + "\n" for record in records[:-1])
         for number in range(made, last + 1):
             if number > made:
                 make_step(records, task, rule, optimizer, reference, config)
@@ -1255,21 +1166,19 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
             if (is_due or number in (0, last)) and "evaluation" not in record:
                 record["evaluation"] = evaluate(task, config)
                 bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
-            print(as_json(record), file=file, flush=True)
+            print(json.dumps(record), file=file, flush=True)
             if config.save_every and number % config.save_every == 0 and made < number < last:
                 save_checkpoint(out, records, rule, optimizer)
-            if signal.getsignal(signal.SIGINT) != stop:
-                break
+            if number < last and signal.getsignal(signal.SIGINT) != stop:
+                raise KeyboardInterrupt
 
 
 def train(config, task):
-    """Makes a run, or the rest of one -> the summary. Unless it ends amid the updates of a step,
-    the last step and its model are saved. A Ctrl-C that stopped it is raised at the end."""
+    """Makes a run, or the rest of one. However it ends, its last whole step is saved."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
     out, records = start(config, task, rule, optimizer)
-    goes_on = True
     try:
         try:
             make_steps(out, records, task, rule, optimizer, reference, config)
@@ -1278,21 +1187,16 @@ def train(config, task):
                 save_checkpoint(out, records, rule, optimizer)
                 task.model.save_pretrained(out / "model")
                 task.tokenizer.save_pretrained(out / "model")
-        goes_on = records[-1]["step"] < config.steps
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if goes_on and (out / "checkpoint.pt").exists():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    except BaseException:
+        if (out / "checkpoint.pt").exists():
             print(f"\ngo on with: python dppo.py --resume={str(out)!r}")
-    if goes_on:
-        raise KeyboardInterrupt
+        raise
     before, after = records[0]["evaluation"], records[-1]["evaluation"]
     seconds, worth = records[-1]["cumulative_seconds"], records[-1].get("rollout_worth", 1.0)
-    key = f"avg@{config.eval_samples}"
-    texts = [f"{name} {before[name][key]:.2f} -> {after[name][key]:.2f}" for name in task.evals]
-    told = f"accuracy: {', '.join(texts)}" if texts else "nothing was evaluated"
-    told += f"; a rollout was worth {worth:.1f} without pruning"
-    print(f"{told}; {seconds:.0f} s of training; results are in {out}")
-    return {"before": before, "after": after, "seconds": seconds}
+    texts = [f"{name} {before[name]:.2f} -> {after[name]:.2f}" for name in task.evals]
+    told = f"accuracy: {', '.join(texts) or 'not evaluated'}; a rollout was worth {worth:.1f}"
+    print(f"{told} without pruning; {seconds:.0f} s of training; results are in {out}")
 
 
 def main():
@@ -1305,7 +1209,7 @@ def main():
     parser = transformers.HfArgumentParser(Config, **options)
     try:
         resume, stored = parser.parse_args().resume, []
-        if resume:  # its settings, before those given beside it, as the last one counts
+        if resume:  # its settings first, as the last ones count
             with refusing(f"{resume}/config.json cannot be read"):
                 settings = json.loads(Path(resume, "config.json").read_text()).items()
             stored = [f"--{name}={value}" for name, value in settings]
@@ -1322,5 +1226,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.modules["dppo"] = sys.modules["__main__"]  # so that a fork's `import dppo` is this module
+    sys.modules["dppo"] = sys.modules["__main__"]  # a fork's `import dppo`, too
     main()

@@ -224,10 +224,10 @@ def out(tmp_path):
 
 
 def run(out, task=None, **settings):
-    """A run of small steps to its end, new or resumed -> the summary."""
+    """A run of small steps to its end, new or resumed."""
     defaults = {"group_size": 4, "max_completion_tokens": 8, "output_dir": str(out)}
     folder = {"resume": str(out)} if Path(out, "checkpoint.pt").exists() else {}
-    return dppo.train(Config(**defaults | folder | settings), task or tiny_task())
+    dppo.train(Config(**defaults | folder | settings), task or tiny_task())
 
 
 def metrics(out):
@@ -247,6 +247,18 @@ class OwnRule(dppo.Rule):
 
     def completion_probabilities(self, advantages, prompt_weights):
         return torch.where(advantages < 0, 0.3, 1.0)
+
+
+class Counting(dppo.DPPO):
+    """A rule whose memory every look changes."""
+
+    def __init__(self, config, prompt_count):
+        super().__init__(config, prompt_count)
+        self.memory["looks"] = torch.zeros(1)
+
+    def prompt_probabilities(self):
+        self.memory["looks"] += 1
+        return super().prompt_probabilities() / self.memory["looks"]
 
 
 class Unweighted(dppo.DPPO):
@@ -351,7 +363,7 @@ def alone(given, i):
     """(tokens,) losses, whether clipped, KL and entropies of completion i by itself."""
     new, entropies, owner = dppo.completion_logprobs(given.model, given.sequences, [[i]], 1.0)
     old = given.old[i] if given.old else new.detach()
-    A = ADVANTAGES.flatten()
+    A = ADVANTAGES.flatten().float()
     return *dppo.token_losses(new, old, given.ref[i], owner, A, given.config), entropies
 
 
@@ -394,7 +406,7 @@ def test_the_loss_is_its_formula_and_so_is_its_gradient(objective, beta):
             rho = (mean if objective == "gspo" else (new - old)[t]).exp()
             surrogate = min(rho * A[t], rho.clamp(1 - down, 1 + up) * A[t])
             x = (ref[t] - new[t]).exp()
-            k3 = x - 1 - x.log() if beta else 0.0
+            k3 = x - 1 - x.log()
             expected += (beta * k3 - surrogate) / Z
             assert clipped[t] == (surrogate < rho * A[t]) and abs(kl[t] - k3) < 1e-12
     assert clipped.sum() > 3 and abs(loss - expected) < 1e-12
@@ -1067,9 +1079,11 @@ def test_a_reward_gets_trl_s_arguments_and_may_say_none():
     expected = {"prompts": ["12=", "12=", chat, chat], "completions": completions}
     expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2]}
     assert task.reward.call_args.kwargs == expected
+    task.reward.return_value = [[0.0], [1.0], [0.5], [1.0]]  # as some models return them
+    assert dppo.reward_completions(task, examples, sequences).tolist() == [[0.0, 1.0], [0.5, 1.0]]
     for wrong in ([1.0] * 3, [math.inf] * 4, ["1"] * 4, {1.0, 2.0, 3.0, 4.0}, {0: 1.0}, None):
         task.reward.return_value = wrong
-        with pytest.raises(ValueError, match="must return a list of 4 finite numbers or None"):
+        with pytest.raises(ValueError, match="must be a list of 4 numbers or None"):
             dppo.reward_completions(task, examples, sequences)
 
 
@@ -1124,7 +1138,7 @@ def refusal(main, capsys, monkeypatch):
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1="}]}]
 BAD_DATA = [
-    ({"answer": "B"}, "", "0 of 1 rows can be graded, 0 different prompts"),
+    ({"answer": "B"}, "", "0 of 1 rows are gradable, 0 different prompts"),
     ({"answer": 1.5}, "--reward exact", "answer was read as float64"),
     ({"question": PARTS, "answer": "1"}, "", "a message needs a role and a text as its content"),
     ({"question": json.dumps(PARTS), "answer": "1"}, "", "looks like a chat, but is not a list"),
@@ -1199,11 +1213,12 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"prompt": "7=", "answer": 7}\n{"prompt": "8=", "answer": null}\n')
     assert [row["answer"] for row in load(f"{tmp_path}/a.jsonl.gz", reward="gsm8k")] == [7]
-    assert "/a.jsonl.gz: 1 of 2 rows can be graded, 1 different" in capsys.readouterr().out
+    assert "/a.jsonl.gz: 1 of 2 rows are gradable, 1 different" in capsys.readouterr().out
     (tmp_path / "c.csv").write_text("prompt,answer\n1=,7,000\n")
     with pytest.raises(ValueError, match="Length of header"):
         load(f"{tmp_path}/c.csv", reward="exact")
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
+    monkeypatch.setattr(datasets, "load_dataset_builder", mock.MagicMock())
     url, split = "https://host/a.json", "train[:9]"
     calls = {f"{url}:{split}": mock.call("json", split=split, data_files={"train": url})}
     calls["openai/gsm8k:main:train[:9]"] = mock.call("openai/gsm8k", "main", split=split)
@@ -1246,17 +1261,17 @@ def test_reasoning_that_the_template_begins_must_end_to_be_graded():
 def test_what_the_template_writes_after_an_assistant_s_message_ends_a_completion(user, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
-    for after, ends in (
-        ("5", set()),
-        ("{{ raise_exception('no') }}", set()),
-        ("=<turn>5<end>", {13}),
+    tiny_model(torch.float32, vocab_size=14, eos_token_id=[12, 7]).save_pretrained(tmp_path)
+    # None without a template: see the test of end ids above.
+    for after, end in (
+        ("5", []),
+        ("{% if m['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}", []),
+        ("=<turn>5<end>", [13]),
     ):
         tokenizer.chat_template = CHAT_TEMPLATE.replace("{% endfor %}", after + "{% endfor %}")
-        assert dppo.turn_end(tokenizer) == ends
-    assert dppo.turn_end(tiny_tokenizer()) == set()
-    for part in (tiny_model(torch.float32, vocab_size=14, eos_token_id=[12, 7]), tokenizer):
-        part.save_pretrained(tmp_path)
-    assert dppo.load_task(Config(**user | {"model": str(tmp_path)})).end_ids == [1, 7, 12, 13]
+        tokenizer.save_pretrained(tmp_path)
+        task = dppo.load_task(Config(**user | {"model": str(tmp_path)}))
+        assert task.end_ids == [1, 7, 12, *end]
 
 
 @pytest.mark.parametrize("eval_prompts, held_out", [(10, 10), (256, 16), (0, 0)])
@@ -1310,7 +1325,7 @@ BAD_SETTINGS = [
     ("--method dpo", "--method dpo is not one of "),
     ("--method test_dppo", "it cannot be called; write module:name"),
     ("--system_prompt x", "--model or --dataset is missing"),
-    ("--output_dir .", ". exists: name another --output_dir"),
+    ("--output_dir .", ". cannot be written, or exists: name another --output_dir"),
     ("--resume .", "./checkpoint.pt cannot be read: [Errno 2] No such file"),
 ]
 
@@ -1339,16 +1354,18 @@ def test_settings_that_would_train_on_nonsense_are_refused():
 def test_an_evaluation_is_the_same_each_time_and_not_made_twice(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     [evaluations] = spy(monkeypatch, "evaluate")
-    before = run(tmp_path / "one", steps=5, eval_every=2, learning_rate=0.0)["before"]
-    assert [result for _, result in evaluations] == [before] * 4
+    run(tmp_path / "one", steps=5, eval_every=2, learning_rate=0.0)
+    before, *later = [result for _, result in evaluations]
+    assert later == [before] * 3
     kept = {line["step"]: line.get("evaluation") for line in metrics(tmp_path / "one")}
     assert kept == {0: before, 1: None, 2: before, 3: None, 4: before, 5: before}
-    assert run("", steps=0)["after"] == before and len(evaluations) == 5
+    run("", steps=0)
+    assert len(evaluations) == 5
     [folder] = (tmp_path / "runs").iterdir()  # without --output_dir
     assert metrics(folder)[0]["evaluation"] == before
 
 
-def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(monkeypatch, out):
+def test_evaluations_average_over_prompts_and_are_nan_where_nothing_is_graded(monkeypatch, out):
     [calls] = spy(monkeypatch, "sample")
     graded = iter([[1, 0, 0, 0], [1, 1, 0, None, 1, 0], [None] * 2])
     task = tiny_task(lambda prompts, **_: next(graded, [None] * len(prompts)))
@@ -1357,11 +1374,10 @@ def test_evaluations_average_over_prompts_and_are_null_where_nothing_is_graded(m
     result = dppo.evaluate(task, config)
     ids = [example["prompt_ids"] for example in task.train[:3]]
     assert [call.prompts for call, _ in calls] == [[ids[q]] for q in (0, 1, 0, 1, 2, 0)]
-    means = {"one": {"avg@2": 0.25}, "two": {"avg@2": 0.6}}  # of the rewards that are given
+    means = {"one": 0.25, "two": 0.6}  # of the rewards that are given
     assert result.items() > means.items() and result["accuracy"] == 4 / 9
     run(out, task, steps=2, objective="dapo")
-    written = (out / "metrics.jsonl").read_text()
-    assert "null" in written and "NaN" not in written
+    assert math.isnan(metrics(out)[0]["evaluation"]["accuracy"])
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, 3.0], [0.5, math.nan], [0.5, math.inf]])
@@ -1405,6 +1421,7 @@ def assert_same_run(one, other):
 TWO_PARTS = [(torch.float32, {"objective": "gspo", "beta": 0.1})]
 TWO_PARTS += [(torch.bfloat16, {"learning_rate": 1e-4})]
 TWO_PARTS += [(torch.float32, SMALL | {"history": "first"})]
+TWO_PARTS += [(torch.float32, {"method": "test_dppo:Counting", "prompts_per_step": 4})]
 
 
 @pytest.mark.parametrize("dtype, settings", TWO_PARTS)
@@ -1413,12 +1430,13 @@ def test_a_run_in_two_parts_is_the_run_in_one(dtype, settings, monkeypatch, tmp_
     run(Path("first"), tiny_task(seldom_teaches), **SMALL, steps=9)  # for the history of another
     for out, steps in (("one", 12), ("two", 6), ("two", 12)):
         task = tiny_task(seldom_teaches, tiny_model(dtype))
-        summary = run(tmp_path / out, task, **settings | {"steps": steps, "eval_every": 3})
+        run(tmp_path / out, task, **settings | {"steps": steps, "eval_every": 3})
     two = tmp_path / "two"
     assert_same_run(tmp_path / "one", two)
     assert len(set(recorded(two, "prompts_rolled"))) > (settings.get("method") == OURS)
     seconds = recorded(two, "rollout_seconds") + recorded(two, "train_seconds")
-    assert min(seconds) > 0 and sum(seconds) == pytest.approx(summary["seconds"])
+    assert min(seconds) > 0
+    assert recorded(two, "cumulative_seconds")[-1] == pytest.approx(sum(seconds))
     assert sum(seconds) < 999
     saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")
     assert torch.equal(saved.lm_head.weight, task.model.lm_head.weight)
@@ -1482,6 +1500,11 @@ def test_other_data_another_rule_or_other_settings_are_not_resumed(out):
     new = {"micro_batch_tokens": 100, "rollout_batch_size": 8, "save_every": 1, "eval_every": 1}
     run(out, steps=4, **new)
     assert json.loads((out / "config.json").read_text()).items() > new.items()  # from now on
+    saved = torch.load(out / "checkpoint.pt")
+    del saved["records"][0]["made_of"]  # as another version of dppo.py may leave it
+    torch.save(saved, out / "checkpoint.pt")
+    with pytest.raises(ValueError, match="was made with another method or other data"):
+        run(out, steps=5)
 
 
 @pytest.mark.parametrize("method", [PAPER, OURS])
@@ -1490,14 +1513,15 @@ def test_a_run_with_history_prunes_from_its_first_step(method, monkeypatch, tmp_
     run(tmp_path / "first", tiny_task(prompts=4, evals=0), steps=8, **settings)
     saved = torch.load(tmp_path / "first" / "checkpoint.pt")
     settings |= {"history": str(tmp_path / "first"), "steps": 1}
-    windows, steps = spy(monkeypatch, "prune_prompts", "dppo_step")
+    run(tmp_path / "none", tiny_task(prompts=4, evals=0), **settings | {"steps": 0})
+    taken = torch.load(tmp_path / "none" / "checkpoint.pt")["memory"]
+    assert all(memory.equal(taken[name]) for name, memory in saved["memory"].items())
+    [steps] = spy(monkeypatch, "dppo_step")
     for module, name in ((torch, "load"), (transformers, "set_seed")):
         monkeypatch.setattr(module, name, mock.Mock(wraps=getattr(module, name)))
     run(tmp_path / "second", tiny_task(prompts=4, evals=0), **settings)
     options = torch.load.call_args.kwargs  # no code can run, and 7 GB are not read for a few MB
     assert options["weights_only"] and options["mmap"]
-    (trial, _), _ = windows
-    assert all(memory.equal(trial.rule.memory[name]) for name, memory in saved["memory"].items())
     [(given, _)], last = steps, saved["records"][-1]
     assert given.means == dppo.Means(last["means"]["length"])  # worth starts anew
     transformers.set_seed.assert_any_call(last["candidates_so_far"])  # no draw is made twice
@@ -1542,9 +1566,9 @@ def test_a_fork_that_imports_dppo_has_the_module_that_runs(refusal, monkeypatch,
     assert "by the fork: 5" in refusal(reward="mine:reward")
 
 
-def test_of_two_runs_in_a_folder_the_later_is_refused(monkeypatch, out):
-    monkeypatch.setattr(dppo, "prune_prompts", lambda *_: out.mkdir())  # the other one was faster
-    with pytest.raises(ValueError, match="cannot be written: .* File exists"):
+def test_of_two_runs_in_a_folder_the_later_is_refused(out):
+    out.mkdir()  # the other one was faster
+    with pytest.raises(ValueError, match="or exists: .* File exists"):
         run(out)
 
 
