@@ -893,7 +893,7 @@ def encode_prompt(prompt, config, tokenizer):
 
 
 # ---- 11. The embedded task: sort digits
-# Training prompts, fewest and most digits. Easy ones start solved, hard ones stay unsolved.
+# Training prompts, fewest and most digits. Easy ones start solved, hard ones never are.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 
 
@@ -1099,17 +1099,17 @@ def start(config, task, rule, optimizer):
     first |= {"cumulative_seconds": 0.0, "made_of": zlib.crc32(repr(made_of).encode())}
     folder = config.resume or config.history
     if folder:
-        with refusing(f"{folder}/checkpoint.pt cannot be read"):  # no code can run
+        with refusing(f"{folder}/checkpoint.pt cannot be read"):
             saved = torch.load(Path(folder, "checkpoint.pt"), "cpu", weights_only=True, mmap=True)
             earlier = saved["records"]
             first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
             # Settings may be others now, so worth starts at 1 again.
             first["means"]["length"] = earlier[-1]["means"]["length"]
-            rule.memory |= saved["memory"]
+            rule.memory |= copy.deepcopy(saved["memory"])
         if earlier[0].get("made_of") != first["made_of"]:
             raise Refused(f"{folder} was made with another method or other data")
-    # A rule of the user's own should fail now, not after the evaluation.
-    rule.whole_memory = copy.deepcopy(rule.memory)
+    rule.whole_memory = copy.deepcopy(rule.memory)  # for checkpoints
+    # A user's rule should fail now, not after the evaluation.
     trial = copy.copy(rule)
     trial.memory = copy.deepcopy(rule.memory)
     prune_prompts(trial, torch.arange(len(task.train)), config.prompts_per_step, torch.Generator())
@@ -1140,7 +1140,7 @@ def restore(saved, config, optimizer):
 def save_checkpoint(out, records, rule, optimizer):
     saved = {"records": records, "memory": rule.whole_memory, "weights": optimizer.masters}
     torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
-    (out / "partial.pt").replace(out / "checkpoint.pt")  # which is always whole
+    (out / "partial.pt").replace(out / "checkpoint.pt")  # always whole
 
 
 def make_steps(out, records, task, rule, optimizer, reference, config):

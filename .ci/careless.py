@@ -260,7 +260,7 @@ CHANGES = r"""
 - optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # or
 + pass  # or
 # memory not resumed: in_one
-- rule.memory |= saved["memory"]
+- rule.memory |= copy.deepcopy(saved["memory"])
 + pass
 # records of steps that are repeated stay: anew or ctrl_c
 - (out / "metrics.jsonl").open("w")
