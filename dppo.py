@@ -640,7 +640,7 @@ def rollout(task, examples, samples, config):
 @torch.no_grad()
 def check_sampling(task, config):
     """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1.
-    They must agree beside the longest possible sequence, too, which moves positions in some."""
+    They must agree beside the longest possible sequence, too, which rescales RoPE in some."""
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     prompts.sort(key=len)
@@ -671,7 +671,7 @@ COMMA = r"(,|\{,\}|,?\\[,!]|[\xa0\u2009\u202f])"  # or what stands for one; none
 THOUSANDS = re.compile(rf"(?<![0-9.,(\[])[1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])")
 # What makes a number part of a fraction, power, root, pair, sum, relation or time.
 BEFORE = r"((\^|\d_|sqrt|frac){?|}{|\d[,:]|([\d}] */|[≥≤≠±√]|\\(times|cdot|[lg]eq?|pm)) *)$"
-AFTER = r" *((/ *|_{?|[:.]?|(, ?|[-+] |or )-?)\d|\^(?!{?\\circ)|[×π√]|\\(times|cdot|pi|sqrt|frac))"
+AFTER = r" *((_{?|[:.]?|(, ?|[-+*/] *|or )-?)\d|\^(?!{?\\circ)|[×π√]|\\(times|cdot|pi|sqrt|frac))"
 AROUND = r"""[\s"'*()\[\]{}\\.%°]*"""  # what may stand around an answer
 
 
@@ -682,7 +682,7 @@ def text_of(completion):
 
 def gsm8k_number(text, is_answer=False):
     r"""The number that a text gives after its last mark, #### or \boxed{, and the last = in that
-    line, or else at its end; None where it is part of an expression. An answer must be one number,
+    line, or else at its end; None if a fraction, power or the like. An answer must be one number,
     or what a name or a calculation is equal to."""
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
     text = re.sub(r"\\?[$€£]", "", text)
@@ -695,7 +695,7 @@ def gsm8k_number(text, is_answer=False):
         return None if is_equation or not found else float(found[1].replace(" ", ""))
     found = NUMBER.search(end) if marked else None
     if not found:
-        end = re.sub(r"(?m)^\s*- (?=.*[a-z])", "", text)  # a dash before an item is no sign
+        end = re.sub(r"(?m)^ *- (?=.*[a-z])", "", text)  # a dash before an item is no sign
         *_, found = [None, *NUMBER.finditer(end)]
     if not found or re.search(BEFORE, end[: found.start()]) or re.match(AFTER, end[found.end() :]):
         return None
@@ -703,7 +703,7 @@ def gsm8k_number(text, is_answer=False):
 
 
 def graded(prompts, completions, answer, read_answer, read_text, **columns):
-    """1 where a completion reads as its answer does, None where that reads as nothing. Reasoning is
+    """1 where a completion reads as its answer does, None if no answer can be read. Reasoning is
     left out, and a completion whose <think> does not end is wrong."""
     rewards = []
     for prompt, completion, wanted in zip(prompts, completions, answer):
@@ -773,7 +773,7 @@ def reward_completions(task, examples, sequences):
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for name in rows[0].keys() - columns - {"prompt", "prompt_ids"}:
         columns[name] = [row[name] for row in rows]
-    if task.reward in REWARDS.values():  # which ask whether <think> is open
+    if task.reward in REWARDS.values():  # ours ask if <think> is open
         endings = [task.tokenizer.decode(row["prompt_ids"][-20:]) for row in examples]
         columns["prompts"] = [endings[i // samples] for i in range(len(sequences))]
     for row, (_, ids) in zip(rows, sequences):
@@ -784,7 +784,7 @@ def reward_completions(task, examples, sequences):
     values = task.reward(**columns)
     with refusing(f"rewards must be a list of {len(rows)} numbers or None, not {values!r:.60}"):
         numbers = []
-        for value in values[:]:  # a set or a dict has no order
+        for value in values[:]:  # [:] refuses sets and dicts
             numbers.append(math.nan if value is None else value)
         rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), samples)
         if rewards.isinf().any():
@@ -816,7 +816,7 @@ TEXT = {"converters": dict.fromkeys(range(999), str), "keep_default_na": False, 
 def load_rows(spec, split):
     """The rows of path, path:split or path:config:split. A split may be a slice, as train[:900].
     A path is a file, whose name may have colons, a name on the Hub, or a URL."""
-    parts = re.split(r":(?!//|[^\[]*\])", spec)  # not those of https:// and train[a:b]
+    parts = re.split(r":(?!//|\d+/|[^\[]*\])", spec)  # not in https://h:1/ or train[a:b]
     paths = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
     path = next(filter(os.path.isfile, paths), paths[-1])
     *names, split = parts[paths[::-1].index(path) + 1 :] or [split]
@@ -843,7 +843,7 @@ def load_examples(spec, split, config, tokenizer):
     is_ours = config.reward in REWARDS
     if not prompts or (is_ours and not answers):
         raise Refused(f"{spec} has {flat.column_names}: set --prompt_column and --answer_column")
-    read_as = getattr(flat.features[answers[0]], "dtype", "JSON") if answers else "null"
+    read_as = getattr(flat.features[answers[0]], "dtype", "nested") if answers else "null"
     if config.reward == "exact" and not re.match("(large_)?string|u?int", read_as):
         raise Refused(f"{spec}: {answers[0]} was read as {read_as}; exact needs texts or integers")
     examples = {}
@@ -907,7 +907,7 @@ def sorting_example(name, rng, tokenizer):
 
 
 def sorting_data(config):
-    """What user_data returns, for the embedded task. Evaluated is the middle class alone."""
+    """What user_data returns, for the embedded task. Only the middle class is evaluated."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     train, evals = [], {}
     for name, (size, _, _) in SORTING.items():
@@ -958,7 +958,7 @@ def warm_started(tokenizer):
 
 # ---- 12. Settings
 def setting(default, text):
-    """A field: its default, or a pair, with --model and for the embedded task; help."""
+    """A field: default, or a pair (with --model, for the embedded task), and help."""
     return field(default=default, metadata={"help": text, "metavar": ""})
 
 
@@ -986,25 +986,25 @@ class Config:
     max_completion_tokens: int = setting((1024, 22), "longer are cut")
     # Model and data
     model: str = setting("", "causal LM, on the Hub or in a folder")
-    dataset: str = setting("", "path[:config][:split], on the Hub or a file")
+    dataset: str = setting("", "path[[:config]:split], on the Hub or a file")
     prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
     answer_column: str = setting("answer,solution,reward_model.ground_truth", "the same")
     system_prompt: str = setting("", "in place of a prompt's own system message")
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer prompts are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k, exact or module:function")
-    eval_dataset: str = setting("", "like --dataset, with commas; or held out")
+    eval_dataset: str = setting("", "like --dataset, as a,b; empty: held out")
     eval_prompts: int = setting(256, "prompts of an evaluation set, at most")
     eval_samples: int = setting(4, "samples of each evaluated prompt")
     # The run
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
-    eval_every: int = setting((0, 10), "steps between evaluations; 0: none")
+    eval_every: int = setting((0, 10), "steps between evaluations; 0: ends only")
     save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
     rollout_batch_size: int = setting(256, "sequences generated at a time")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass")
     seed: int = setting(0, "of order, rollouts and draws")
     output_dir: str = setting("", "folder of the run; or a new one in runs/")
-    history: str = setting("", "folder of a run whose memory to start with")
+    history: str = setting("", "folder of a run, to start with its memory")
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
@@ -1048,8 +1048,8 @@ def make_step(records, task, rule, optimizer, reference, config):
     """Makes the next step, and adds its record."""
     started_at = time.perf_counter()
     last = records[-1]
-    # Draws have a generator of their own, as a reward may seed torch's.
     seen = last["candidates_so_far"]
+    # Draws have a generator of their own, as a reward may seed torch's.
     transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
     generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
     upcoming = next_prompts(seen, len(task.train), config.seed)
@@ -1068,7 +1068,7 @@ def make_step(records, task, rule, optimizer, reference, config):
 
 
 def record_of(step, task):
-    """The record of a step: estimated means of the window's groups that have a reward; a group."""
+    """A step's record: means over its window, estimated from groups with rewards; one group."""
     B, G = step.rewards.shape
     completions = [sequence.completion for sequence in step.sequences]
     truncated = torch.tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
@@ -1092,7 +1092,7 @@ def record_of(step, task):
 
 
 def start(config, task, rule, optimizer):
-    """The folder of a run, made last, as a refused run leaves nothing; and its records so far."""
+    """A run's folder, made last so that a refused run leaves none, and its records so far."""
     out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     made_of = [(config.method, row["prompt"], row.get("answer")) for row in task.train]
     first = {"step": 0, "updates": 0, "candidates_so_far": 0, "means": Means()._asdict()}
@@ -1124,7 +1124,7 @@ def start(config, task, rule, optimizer):
 
 @torch.no_grad()
 def restore(saved, config, optimizer):
-    """Gives back what optimizer and model had, if the settings are those of the run."""
+    """Restores optimizer and model, if the settings are those of the run."""
     free = ("steps", "save_every", "eval_every", "micro_batch_tokens", "rollout_batch_size")
     wanted = json.loads(Path(config.resume, "config.json").read_text())
     for name, value in asdict(config).items():
@@ -1174,7 +1174,7 @@ def make_steps(out, records, task, rule, optimizer, reference, config):
 
 
 def train(config, task):
-    """Makes a run, or the rest of one. However it ends, its last whole step is saved."""
+    """Makes a run, or the rest of one, and saves it unless it ends amid a step's updates."""
     rule = config.rule_class(config, len(task.train))
     reference = copy.deepcopy(task.model) if config.beta > 0 else None
     optimizer = MasterAdam(task.model, config.learning_rate)
@@ -1226,5 +1226,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.modules["dppo"] = sys.modules["__main__"]  # a fork's `import dppo`, too
+    sys.modules["dppo"] = sys.modules["__main__"]  # for a rule's `import dppo`
     main()

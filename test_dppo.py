@@ -1035,6 +1035,7 @@ NO_NUMBER = ["(3,4)", "14,16", "[-1,0)", r"\{2,3\}", "1/2", r"\frac{14}{3}", "2 
 NO_NUMBER += [r"3\sqrt{13}", r"\sqrt{13}", "2^3", "52_8", ".998,.965", "1.234,50", "#### 1/2"]
 NO_NUMBER += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"#### (3,4)", "one", "", "1.5 \\times 10"]
 NO_NUMBER += ["(100,200)", "(2,251,252)", r"\boxed{2\sqrt{3}}", r"\boxed{\frac34}", "x \\geq 5"]
+NO_NUMBER += ["#### 5+3", r"\boxed{5*3}", "#### 5-3", "\n" * 99_999]
 NOT_ONLY = ["5!", "± 7", "x = 5", "9 hours", "10-12", "6 - 5i", "< 5", "a 5", "#### 5 apples"]
 NOT_ONLY += [r"\boxed{5x - 7y + 4 = 0}", "#### x != 3", r"\boxed{x=1,y=2}", "0,500", "1234,567"]
 COMPLETIONS = {18: ["so 18 eggs.", "#### 18 dollars a day (9 at $2)", "- 18 eggs", "$18/day"]}
@@ -1221,6 +1222,9 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, ca
     monkeypatch.setattr(datasets, "load_dataset_builder", mock.MagicMock())
     url, split = "https://host/a.json", "train[:9]"
     calls = {f"{url}:{split}": mock.call("json", split=split, data_files={"train": url})}
+    calls["https://h:80/a.json"] = mock.call(
+        "json", split="train", data_files={"train": "https://h:80/a.json"}
+    )
     calls["openai/gsm8k:main:train[:9]"] = mock.call("openai/gsm8k", "main", split=split)
     for spec, call in calls.items():
         load(spec, reward="test_dppo:short")
