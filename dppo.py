@@ -25,7 +25,7 @@ rollouts at equal noise (Means) and the last rule are ours. Part II is the plumb
     w         1/pi where kept, 0 where pruned: w_q of a prompt, w_qi of a completion, w = w_q w_qi
     rho       probability of a token under the new policy over that under the old one
     beta      weight of the KL term
-    l         loss of a completion: the sum of its tokens' losses, divided by Z
+    l         loss of a completion: the sum of its tokens' losses, divided by Z (normalizer)
     L, L_hat  the mean of l over the N G candidates; that of w l, which estimates it
 """
 
@@ -148,7 +148,7 @@ class GRPOSkip(Rule):
 
 class DPPO(Rule):
     """The paper's rule. A completion's score is |A|, and low means below the mean |A| of those that
-    have a gradient; those without all go. A prompt's score is the mean |A| of its group at its last
+    have a gradient (without one, all go). A prompt's score is the mean |A| of its group at its last
     visit, and low means below the mean over all prompts that have a score."""
 
     remembers = {"score": math.nan}
@@ -167,7 +167,7 @@ class DPPO(Rule):
 
 
 def check_probabilities(rule, pi, needed):
-    """Refuses what is no probability, and pi = 0 where `needed`, unless the rule is biased."""
+    """Refuses what is no probability and, if the rule is unbiased, pi = 0 where `needed`."""
     valid = pi.shape == needed.shape and ((pi >= 0) & (pi <= 1 + 1e-9)).all()  # NaN fails
     if not valid or (rule.unbiased and (pi[needed] == 0).any()):
         raise Refused(f"a rule needs pi of shape {tuple(needed.shape)}, 0 < pi <= 1 for a gradient")
@@ -450,7 +450,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, means, generator, conf
 def proportional_probabilities(scores, rate, floor=0.0):
     """Scores >= 0 of any shape -> float64 pi = min(1, c score), at least `floor`, and 1 where there
     is no score (NaN). They sum to what keep_probabilities' do, or more if `floor` is that high.
-    Without a floor, both leave out scores of 0 (pi = 0); with one, these are tiny scores.
+    Without a floor, scores of 0 have pi = 0 and do not count; with one, they are tiny scores.
 
     With independent draws, pruning adds the variance sum (1/pi - 1) |g|^2 to the gradient. At given
     sum(pi), this is least for pi proportional to the norm |g| (Neyman allocation)."""
@@ -470,10 +470,10 @@ def proportional_probabilities(scores, rate, floor=0.0):
 class ProportionalDPPO(Rule):
     """A completion's score is |A| times its prompt's weight, which is how strongly it counts. A
     prompt's is the root mean square of A to expect of its next group, learned in bins: prompts
-    whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p)) share one, and its score is
-    what later visits to them gave. (As all of a bin have the same pi, it needs no weights.)"""
+    whose smoothed success rate p has a similar spread 2 sqrt(p (1 - p)) share one. Its score is the
+    root mean A^2 of repeat visits. (As all of a bin have the same pi, it needs no weights.)"""
 
-    remembers = {"right": 0.0, "wrong": 0.0}  # sums of rewards, of 1 - rewards
+    remembers = {"right": 0.0, "wrong": 0.0}  # decayed sums of rewards, of 1 - rewards
     prior = 0.05  # successes, and failures, before any visit
     decay = 0.8  # memory, times this at each visit, as the policy changes
     bins = 9
