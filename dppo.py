@@ -229,7 +229,7 @@ def pack(lengths, capacity, lookahead=64):
 
 def pack_micro_batches(sequences, indices, config):
     """The sequences at `indices` -> micro-batches, lists of slots of indices; how full slots are.
-    A slot is as long as the longest sequence, as attention costs its square, or 128 tokens."""
+    A slot has the longest's length, as attention costs its square, but at least 128 tokens."""
     lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
     capacity = max([128, *lengths])
     slots = []

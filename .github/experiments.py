@@ -140,8 +140,9 @@ def calculating(path, sizes):
         shares = torch.tensor([1 / (size * len(sequence.completion)) for sequence in sequences])
         inputs = (torch.ones(size), shares, None, None, dppo.Config(**CALCULATING))
         dppo.train_step(model, optimizer, sequences, *inputs)
-    kinds = chain(*([kind] * count for kind, count in sizes.items()))
-    train = [question(kind, rng, tokenizer) for kind in kinds]
+    train = []
+    for kind, count in sizes.items():
+        train += [question(kind, rng, tokenizer) for _ in range(count)]
     rng.shuffle(train)
     taken, held_out = {example["prompt"][-1]["content"] for example in train}, []
     while len(held_out) < 96:
@@ -234,8 +235,7 @@ def kept(records):
 
 def runs_of(name, results):
     """{arm: {seed: run}} of an experiment in the results, to which it adds what is in RUNS."""
-    of_name = results.setdefault("experiments", {}).setdefault(name, {})
-    runs = of_name if "gradients" in name else of_name.setdefault("runs", {})
+    runs = results.setdefault("experiments", {}).setdefault(name, {}).setdefault("runs", {})
     for path in sorted((RUNS / name).glob("*.json")):
         arm, _, seed = path.stem.rpartition("-")
         if seed.isdigit():
@@ -261,7 +261,7 @@ def make_runs(name, seeds, task):
                 settings["prompts_per_step"] = round(mean(rolled))
             folder = path.with_suffix("")
             result = {"measured": measured_worth(folder, task, settings)} if name == "worth" else {}
-            if "gradients" in name:
+            if name == "digits by gradients":
                 with patch.object(dppo, "dppo_step", partial(measured_step, dppo.dppo_step)):
                     result = [record["groups"] for record in train(folder, task, **settings)[1:]]
             else:
