@@ -12,13 +12,14 @@ experiments = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(experiments)
 
 
-def run_of(values, tokens=10, rolled=2, noise=1.0):
-    """A run with these accuracies after 0, 1, 2, ... steps."""
-    steps = len(values) - 1
-    run = {"curve": [[step, 0.5 * step, value] for step, value in enumerate(values)]}
+def run_of(values, tokens=10, rolled=2, noise=1.0, every=1):
+    """A run with these accuracies after 0, 1, 2, ... times `every` steps."""
+    steps = every * (len(values) - 1)
+    run = {"curve": [[every * i, 0.5 * i, value] for i, value in enumerate(values)]}
     run |= {"tokens_generated": [tokens] * steps, "prompts_rolled": [rolled] * steps}
-    run |= {"completions_trained": [3] * steps, "rollout_worth": [2.0] * steps}
-    run |= {"prompt_worth": [1.5] * steps}
+    run |= {"completions_trained": [3] * steps, "tokens_trained": [7] * steps}
+    run |= {"rollout_worth": [2.0] * steps, "prompts_seen": [1024] * steps}
+    run |= {"prompt_worth": [1 + step / 100 for step in range(1, steps + 1)]}
     return run | {"noise": [noise] * steps, "noise_of_one": [32.0] * steps}
 
 
@@ -46,11 +47,27 @@ def test_tokens_count_up_to_the_evaluation_that_reaches_the_level():
     run = run_of([0.1, 0.2, 0.4, 0.3])
     assert experiments.tokens_until(run, 0.2) == 10 and experiments.tokens_until(run, 0.3) == 20
     assert experiments.tokens_until(run, 0.5) == math.inf
-    runs = {"grpo-skip, 16": {"1": run_of([0, 0.2, 0.4]), "2": run_of([0, 0.2, 0.4])}}
-    runs["dppo-proportional"] = {"1": run_of([0, 0.4, 0.4], 5), "2": run_of([0, 0.2, 0.3], 5)}
+
+
+def test_equal_noise_is_also_compared_after_the_first_epoch_and_at_the_end():
+    control, worse = [0, 0.2, 0.4, *[0.4] * 6], [0, 0.2, 0.3, *[0.3] * 5, 0.2]
+    runs = {"grpo-skip, 16": {seed: run_of(control, every=12) for seed in "12"}}
+    runs["dppo-proportional"] = {"1": run_of([0, *[0.4] * 8], 5, every=12)}
+    runs["dppo-proportional"]["2"] = run_of(worse, 5, every=12)
     result = experiments.analysis_of_equal_noise(runs)["dppo-proportional"]
     assert result["tokens until the control's end, over the control's"] == [0.25]
     assert result["seeds in which it gets there"] == "1 of 2"
+    means = {"": -0.0375, ", after the first epoch": -0.0583, ", at the end": -0.1}
+    for part, difference in means.items():  # seed 1: 0.2/8, 0, 0; seed 2: -0.8/8, -0.7/6, -0.2
+        assert result["minus control" + part][0] == pytest.approx(difference, abs=1e-4)
+    assert result["tokens_generated"] == 480 and result["tokens_trained"] == 7 * 96
+
+
+def test_prompt_worth_is_read_in_the_step_that_ends_the_fourth_epoch_and_in_the_last():
+    runs = [run_of([0] * 9), run_of([0] * 9) | {"prompts_seen": [512] * 8}]
+    result = experiments.worths(runs, prompts=1000)
+    assert result["prompt_worth after 4 epochs"] == [1.06, 1.04, 1.08]  # steps 4 and 8
+    assert result["prompt_worth at the end"] == [1.08, 1.08, 1.08]
 
 
 def test_worth_is_that_of_its_formula_and_one_if_all_pi_are_equal():

@@ -1,15 +1,13 @@
 """What a rollout is worth, measured. Of each experiment, this is what was decided before it ran.
 
     python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
-    python .github/experiments.py "digits by gradients" 5,6,7
     python .github/experiments.py worth 10,11 MODEL   # MODEL: a folder with SmolLM2-135M-Instruct
-    python .github/experiments.py equal-noise 0,1 MODEL
-    python .github/experiments.py group 0 MODEL
     python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
-A run that was interrupted goes on where it was. Runs lie in runs/experiments, so several processes
-may make them; gathered, they are in .github/comparison.json, under "experiments". The older results
-in that file were made by the code of commit b079a0a: the notebook there, and .github/epochs.py.
+So are made "digits by gradients" 5,6,7 and, with MODEL, equal-noise 0,1 and group 0. A run that was
+interrupted goes on where it was. Runs lie in runs/experiments, so several processes may make them;
+gathered, they are in .github/comparison.json, under "experiments". The older results in that file
+were made by the code of commit b079a0a: the notebook there, and .github/epochs.py.
 
 DIGITS: does a step at equal noise learn as much from fewer rollouts? The embedded task, 250 steps,
 eight seeds, from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-
@@ -18,9 +16,9 @@ after step 0 is as good as grpo-skip's if the 95% interval of the paired differe
 -0.02; and, as the gain, the rollouts after the first epoch (of 32 steps) over grpo-skip's. The
 control is grpo-skip with as many prompts a step as dppo-proportional rolled out on average: if that
 learns as well, rollouts were never what was short. Looked at afterwards, in three of the seeds
-("digits by gradients"): |g|^2 beside A^2 of every group that has a gradient, with its weight, and
-the N and B of its step; and 1/worth by these after the first epoch, and noise over that of 32
-prompts without pruning, also with w |g|/N cut at 1, the norm at which a step's gradient is clipped.
+("digits by gradients"): |g|^2 beside A^2 of each group with a gradient, 1/worth by both after the
+first epoch, and noise over that of 32 prompts without pruning; also with w |g|/N cut at 1, the norm
+at which a step's gradient is clipped.
 
 WORTH: what is a rollout worth on SmolLM2 by the true gradients, and does A^2 tell? Sums and
 products for a chat model: of 384 prompts, a third are sums of one digit, a third sums of two
@@ -30,8 +28,7 @@ scores, 0.7; and as it is, 0.9). After steps 48, 72 and 96, all prompts are roll
 groups of 8, and s^2 is the mean over the two of |g|^2, g being the gradient of the group. With the
 pi that the rule's memory then gives, 1/worth = mean(pi) mean(s^2/pi)/mean(s^2), and a rule that
 knew s would have mean(s)^2/mean(s^2). A seed's mean of log(1/worth) is the unit. Expected: 1.0
-(dppo), 1.05 (as it was), 0.93 (as it is), 0.55 (knows s). Told beside it: the same by A^2 in place
-of |g|^2.
+(dppo), 1.05 (as it was), 0.93 (as it is), 0.55 (knows s). Told beside it: the same by A^2.
 
 EQUAL-NOISE: a case in which it must show. The same questions as hard sets have them: of 384
 prompts, 144 of one digit, 48 of two, 192 products, so that simulation promises a worth of about 2.
@@ -44,7 +41,8 @@ lie above -0.02. A pilot of grpo-skip alone (seed 100) decides learning rate and
 8 prompts are visibly worse than 16 (the mean over all evaluations by at least 0.02): if not, the
 question cannot be asked so, and 12 and 4 prompts, or another learning rate, are tried in the same
 way. (The pilot: 0.391 with 16 and 0.366 with 8, and with 16 the probability is 0.04, 0.25, 0.43,
-0.48 and 0.51 after each epoch, so the settings stand.)
+0.48 and 0.51 after each epoch, so the settings stand.) Looked at afterwards: the difference without
+the first epoch, in which nothing is pruned, and at the end; and prompt_worth after four epochs.
 
 GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
@@ -75,7 +73,7 @@ T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2
 
 
 # ==== Rules ====
-class AsItWas(dppo.Rule):
+class AsItWas(dppo.ProportionalDPPO):
     """dppo-proportional before it learned its scores: a prompt's score is the root mean square of A
     that the posterior Beta(a, b) of its success rate promises for its next group."""
 
@@ -84,10 +82,6 @@ class AsItWas(dppo.Rule):
     def prompt_probabilities(self):
         rate = self.config.prompt_prune_rate
         return dppo.proportional_probabilities(self.memory["score"], rate, floor=0.07)
-
-    def completion_probabilities(self, advantages, prompt_weights):
-        scores = advantages.abs() * prompt_weights[:, None]
-        return dppo.proportional_probabilities(scores, self.config.completion_prune_rate)
 
     def remember(self, prompts, rewards, advantages):
         right, wrong = self.memory["right"], self.memory["wrong"]
@@ -175,8 +169,8 @@ ARMS = {
         "grpo-skip": {"method": "grpo-skip"},
         "dppo": {"method": "dppo"},
         "dppo-proportional": PROPORTIONAL,
-        # As many as dppo-proportional rolled out on average, which is set when its runs are there.
-        "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": None},
+        # As many as dppo-proportional rolled out on average: 20.7.
+        "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": 21},
     },
     "digits by gradients": {"dppo-proportional": PROPORTIONAL},
     "worth": {
@@ -190,13 +184,11 @@ ARMS = {
         "dppo-proportional": PROPORTIONAL | {"completion_prune_rate": 0.0},
     },
 }
-SIZES = {"worth": {"easy": 128, "middle": 128, "hard": 128}}
-SIZES |= {"equal-noise": {"easy": 144, "middle": 48, "hard": 192}}
+SIZES = {"worth": dict.fromkeys(KINDS, 128), "equal-noise": dict(zip(KINDS, (144, 48, 192)))}
 
 
 def record_of(real, step, task):
-    """A step's record, and what only the step itself tells: the tokens it generated, the groups
-    that had a gradient, its noise by A^2, and that of one prompt without pruning."""
+    """A step's record, and what only the step tells. The noises, pruned or not, are by A^2."""
     squares = step.A.square()
     record = real(step, task) | {"tokens_generated": int(step.lengths.sum())}
     record["informative"] = int(step.A.any(dim=1).sum())
@@ -253,12 +245,6 @@ def make_runs(name, seeds, task):
             if path.exists() or str(seed) in runs.get(arm, {}):
                 continue
             settings = (DIGITS if "digits" in name else CALCULATING) | of_arm | {"seed": seed}
-            if settings.get("prompts_per_step", 1) is None:
-                others = runs.get("dppo-proportional", {}).values()
-                if len(others) < 8:
-                    continue  # for now
-                rolled = [mean(run["prompts_rolled"]) for run in others]
-                settings["prompts_per_step"] = round(mean(rolled))
             folder = path.with_suffix("")
             result = {"measured": measured_worth(folder, task, settings)} if name == "worth" else {}
             if name == "digits by gradients":
@@ -299,8 +285,7 @@ def measured_step(real, task, *inputs):
 
 
 def measured_worth(folder, task, settings):
-    """-> {step: pi of each prompt, and its s^2, by |g|^2 and by A^2}, after a half, three quarters
-    and all of the steps."""
+    """-> {step: pi of each prompt, and its s^2, by |g|^2 and by A^2}."""
     path = folder.with_suffix(".measured.json")
     result = json.loads(path.read_text()) if path.exists() else {}
     for step in (48, 72, 96):
@@ -361,14 +346,24 @@ def interval(values):
     return [round(mean(values) + shift, 4) for shift in (0, -half, half)]
 
 
-def mean_of_curve(run):
-    return mean(value for step, _, value in run["curve"] if step > 0)
+def mean_of_curve(run, after=0):
+    return mean(value for step, _, value in run["curve"] if step > after)
 
 
-def differences(runs, arm, control):
-    """The mean over all evaluations, arm minus control, of each seed that both have."""
-    seeds = sorted(runs[arm].keys() & runs[control].keys())
-    return [mean_of_curve(runs[arm][n]) - mean_of_curve(runs[control][n]) for n in seeds]
+def differences(runs, arm, control, after=0):
+    """The mean over all evaluations after a step, arm minus control, of each seed of both."""
+    pairs = [(runs[arm][n], runs[control][n]) for n in sorted(runs[arm].keys() & runs[control])]
+    return [mean_of_curve(one, after) - mean_of_curve(other, after) for one, other in pairs]
+
+
+def worths(of_arm, prompts):
+    """Mean, least and most of prompt_worth, after 4 epochs of so many prompts and at the end."""
+    at = [sum(seen < 4 * prompts for seen in accumulate(run["prompts_seen"])) for run in of_arm]
+    result = {}
+    for name, steps in {"after 4 epochs": at, "at the end": [-1] * len(at)}.items():
+        values = [run["prompt_worth"][step] for run, step in zip(of_arm, steps)]
+        result[f"prompt_worth {name}"] = [round(mean(values), 3), min(values), max(values)]
+    return result
 
 
 def noise(run, prompts):
@@ -391,13 +386,15 @@ def analysis_of_digits(runs):
         result[arm] = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
         rolled = [8 * sum(run["prompts_rolled"][32:]) for run in of_arm]
         result[arm]["rollouts after the first epoch"] = round(mean(rolled))
-        trained = [sum(run["completions_trained"]) for run in of_arm]
-        result[arm]["completions trained"] = round(mean(trained))
+        trained = round(mean(sum(run["completions_trained"]) for run in of_arm))
+        result[arm]["completions trained"] = trained
         result[arm]["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
         result[arm]["seconds"] = round(mean(run["curve"][-1][1] for run in of_arm), 1)
         if arm != "grpo-skip":
             result[arm]["minus grpo-skip"] = interval(differences(runs, arm, "grpo-skip"))
             result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
+        if arm == "dppo-proportional":
+            result[arm] |= worths(of_arm, prompts=1024)
     return result
 
 
@@ -450,11 +447,14 @@ def analysis_of_equal_noise(runs):
         of_arm = list(runs[arm].values())
         result[arm] = {"seeds": len(of_arm), "noise": round(mean(noise(r, 16) for r in of_arm), 3)}
         result[arm]["mean of all evaluations"] = round(mean(map(mean_of_curve, of_arm)), 4)
-        result[arm]["tokens"] = round(mean(sum(r["tokens_generated"]) for r in of_arm))
-        result[arm]["prompt_worth"] = round(mean(r["prompt_worth"][-1] for r in of_arm), 3)
+        for name in ("prompts_rolled", "tokens_generated", "tokens_trained"):
+            result[arm][name] = round(mean(sum(run[name]) for run in of_arm))
         if arm == control:
             continue
-        result[arm]["minus control"] = interval(differences(runs, arm, control))
+        if arm == "dppo-proportional":
+            result[arm] |= worths(of_arm, prompts=384)
+        for part, after in {"": 0, ", after the first epoch": 24, ", at the end": 84}.items():
+            result[arm]["minus control" + part] = interval(differences(runs, arm, control, after))
         ratios = []
         for seed in sorted(runs[arm].keys() & runs[control].keys()):
             level = runs[control][seed]["curve"][-1][2]
