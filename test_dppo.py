@@ -33,8 +33,8 @@ learns without it. The last two limit the theorem: it holds neither for later up
 for which prompts cannot be drawn anew, nor for what clipping and Adam make of a gradient. Not
 proven: that random numbers are random (one test counts them), and draws independent; that a rollout
 and its rewards have the same distribution whichever other prompts survive; anything about other
-models, or bfloat16, where packing rounds; and that prompts count the same over an epoch (see
-prune_prompts).
+models, or bfloat16, where packing rounds; and that prompts count the same over an epoch (one of low
+pi makes its window longer, so it counts less, by about (1 - pi)/B).
 """
 
 import gzip
