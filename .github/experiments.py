@@ -1,48 +1,50 @@
-"""What a rollout is worth, measured. Of each experiment, this is what was decided before it ran.
+"""What pruning prompts is worth, measured. Of each experiment, this is what was decided before it
+ran.
 
     python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
-    python .github/experiments.py worth 10,11 MODEL   # MODEL: a folder with SmolLM2-135M-Instruct
+    python .github/experiments.py hard 0,1 MODEL      # MODEL: a folder with SmolLM2-135M-Instruct
     python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
-So are made "digits by gradients" 5,6,7 and, with MODEL, equal-noise 0,1 and group 0. A run that was
-interrupted goes on where it was. Runs lie in runs/experiments, so several processes may make them;
-gathered, they are in .github/comparison.json, under "experiments". The older results in that file
-were made by the code of commit b079a0a: the notebook there, and .github/epochs.py.
+So are made "digits by gradients" 5,6,7 and, with MODEL, pilot 100, "hard, clipped" 0,1, plain 0,1
+and group 0. A run that was interrupted goes on where it was, and one that needs the history of
+another waits for the next call. Runs lie in runs/experiments, so several processes may make them;
+gathered, they are in .github/comparison.json, with each prompt's successes and pi at every visit,
+norms before clipping and processor seconds (one thread). What that file holds under "runs" is
+older, and was made by the code of commit b079a0a, as were grpo and grpo-skip on digits (by that of
+f8378fc), which both make the same runs today, bit for bit.
 
-DIGITS: does a step at equal noise learn as much from fewer rollouts? The embedded task, 250 steps,
-eight seeds, from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-
-proportional (0.9 for prompts, 0.7 for completions). Decided beforehand: the mean of all evaluations
-after step 0 is as good as grpo-skip's if the 95% interval of the paired difference lies above
--0.02; and, as the gain, the rollouts after the first epoch (of 32 steps) over grpo-skip's. The
-control is grpo-skip with as many prompts a step as dppo-proportional rolled out on average: if that
-learns as well, rollouts were never what was short. Looked at afterwards, in three of the seeds
-("digits by gradients"): |g|^2 beside A^2 of each group with a gradient, 1/worth by both after the
-first epoch, and noise over that of 32 prompts without pruning; also with w |g|/N cut at 1, the norm
-at which a step's gradient is clipped.
+DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
+from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
+for prompts and 0.7 for completions, with 0.9 and 0, and the latter with --history of the run of the
+next seed. The control is grpo-skip with 17 prompts a step, as many as dppo-proportional (0.9, 0)
+rolled out on seeds 0 to 2: if that learns as well, rollouts were never what was short. The mean of
+all evaluations after step 0 is as good as grpo-skip's if the 95% interval of the paired difference
+lies above -0.02; the gain is the rollouts over grpo-skip's. Expected: 0.53, 0.57 and, with history,
+0.45. By true gradients ("digits by gradients", seeds 5 to 7): |g|^2 beside A^2 of each group with a
+gradient, 1/worth by both after the first epoch, and noise over that of 32 unpruned prompts.
+Expected: 0.66 to 0.70 by |g|^2. The rule was chosen by runs on seeds 0 to 2 and 5 to 7.
 
-WORTH: what is a rollout worth on SmolLM2 by the true gradients, and does A^2 tell? Sums and
-products for a chat model: of 384 prompts, a third are sums of one digit, a third sums of two
-digits, from which it learns, and a third products, which it never gets right. Each of the seeds 10
-to 13 makes 96 steps with each rule (dppo 0.7; dppo-proportional as it was before it learned its
-scores, 0.7; and as it is, 0.9). After steps 48, 72 and 96, all prompts are rolled out twice, in
-groups of 8, and s^2 is the mean over the two of |g|^2, g being the gradient of the group. With the
-pi that the rule's memory then gives, 1/worth = mean(pi) mean(s^2/pi)/mean(s^2), and a rule that
-knew s would have mean(s)^2/mean(s^2). A seed's mean of log(1/worth) is the unit. Expected: 1.0
-(dppo), 1.05 (as it was), 0.93 (as it is), 0.55 (knows s). Told beside it: the same by A^2.
+HARD: does it pay on a real model, against a control that has chosen its own batch? Sums and
+products for SmolLM2: of 192 prompts, 40 are sums of two digits, from which it learns, and 152
+products, which it never gets right. Measured is the mean probability of the right answer to 96
+held-out sums of two digits, without sampling, at every half epoch of the control.
 
-EQUAL-NOISE: a case in which it must show. The same questions as hard sets have them: of 384
-prompts, 144 of one digit, 48 of two, 192 products, so that simulation promises a worth of about 2.
-grpo-skip with 16 prompts a step, grpo-skip with 8, and dppo-proportional (0.9, no completion
-pruned) with 16 at equal noise; 96 steps, eight seeds. Measured is the mean probability of the right
-answer to 96 held-out sums of two digits, without sampling. Primary: the tokens generated until a
-run is where grpo-skip with 16 prompts ends with the same seed, over those of that run; and the mean
-over all evaluations minus that of grpo-skip with 16, paired, with its 95% interval, which should
-lie above -0.02. A pilot of grpo-skip alone (seed 100) decides learning rate and steps, and whether
-8 prompts are visibly worse than 16 (the mean over all evaluations by at least 0.02): if not, the
-question cannot be asked so, and 12 and 4 prompts, or another learning rate, are tried in the same
-way. (The pilot: 0.391 with 16 and 0.366 with 8, and with 16 the probability is 0.04, 0.25, 0.43,
-0.48 and 0.51 after each epoch, so the settings stand.) Looked at afterwards: the difference without
-the first epoch, in which nothing is pruned, and at the end; and prompt_worth after four epochs.
+The control chose its batch, alone ("pilot": grpo-skip, seed 100, never clipped, 15 epochs with 4, 8
+and 16 prompts a step, 6.5 with 32). Before, the probability is 0.04; after 15 epochs it is 0.59,
+0.58 and 0.55. Half of that rise, 0.30, took 383 to 418, 369 and 340 processor seconds with 4, 8 and
+16 prompts, five epochs each, and more with 32; 26%, 47% and 71% of the steps had a gradient. So 16
+prompts, 180 steps. Of their norms, one in twenty exceeded 5.28: so --max_grad_norm 6.
+
+Arms, eight paired seeds, two processes on two cores: grpo-skip; dppo-proportional (0.9, 0), its
+first epoch included; the same with --history of the run of the next seed; dppo (0.7, 0). Primary:
+processor seconds of rollout and training until the level is reached, over those of grpo-skip with
+the same seed, as the mean of the logarithms with its 95% interval. Beside it: completions generated
+until then. A run ends two evaluations after it has reached the level, at the latest after 180
+steps, and then counts at its full length. A gain if the upper end is below 0.9, none if the lower
+end is above it, otherwise undecided. Expected (simulated): 0.8 of the rollouts until then, 0.6 with
+history. Beside it, for two seeds, what clipping the norm at 1 does to grpo-skip and
+dppo-proportional ("hard, clipped"); and plain grpo, which makes grpo-skip's updates up to rounding,
+is only timed ("plain": 24 steps).
 
 GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
@@ -53,6 +55,7 @@ import math
 import random
 import shutil
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -72,30 +75,57 @@ RUNS = Path("runs/experiments")
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 
-# ==== Rules ====
-class AsItWas(dppo.ProportionalDPPO):
-    """dppo-proportional before it learned its scores: a prompt's score is the root mean square of A
-    that the posterior Beta(a, b) of its success rate promises for its next group."""
+# ==== Arms ====
+DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
+HARD = {
+    "learning_rate": 5e-6,
+    "warmup_steps": 3,
+    "max_grad_norm": 6.0,
+    "temperature": 1.0,
+    "prompts_per_step": 16,
+    "max_completion_tokens": 8,
+    "micro_batch_tokens": 2048,
+    "steps": 180,  # 15 epochs of the control
+    "eval_every": 6,
+    "save_every": 24,
+}
+LEVEL = 0.3  # of the held-out probability, half of the control's rise in the pilot
+SKIP = {"method": "grpo-skip"}
+NEVER_CLIPPED = SKIP | {"max_grad_norm": 1000.0}
+PROMPTS = {"prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
+OURS = {"method": "dppo-proportional"} | PROMPTS
+ARMS = {
+    "digits": {
+        "grpo": {"method": "grpo"},
+        "grpo-skip": SKIP,
+        "dppo": {"method": "dppo"},
+        "dppo-proportional (0.9, 0.7)": OURS | {"completion_prune_rate": 0.7},
+        "dppo-proportional (0.9, 0)": OURS,
+        "dppo-proportional (0.9, 0), with history": OURS,
+        "grpo-skip, as many rollouts": SKIP | {"prompts_per_step": 17},
+    },
+    "digits by gradients": {"dppo-proportional": OURS | {"completion_prune_rate": 0.7}},
+    "pilot": {
+        "4": NEVER_CLIPPED | {"prompts_per_step": 4, "steps": 720, "eval_every": 24},
+        "8": NEVER_CLIPPED | {"prompts_per_step": 8, "steps": 360, "eval_every": 12},
+        "16": NEVER_CLIPPED,
+        "32": NEVER_CLIPPED | {"prompts_per_step": 32, "steps": 90, "eval_every": 3},
+    },
+    "hard": {
+        "grpo-skip": SKIP,
+        "dppo-proportional": OURS,
+        "dppo": {"method": "dppo", "completion_prune_rate": 0.0},
+        "dppo-proportional, with history": OURS,
+    },
+    "hard, clipped": {
+        "grpo-skip": SKIP | {"max_grad_norm": 1.0},
+        "dppo-proportional": OURS | {"max_grad_norm": 1.0},
+    },
+    "plain": {"grpo": {"method": "grpo", "steps": 24}, "grpo-skip": SKIP | {"steps": 24}},
+}
 
-    remembers = {"score": math.nan, "right": 0.0, "wrong": 0.0}
 
-    def prompt_probabilities(self):
-        rate = self.config.prompt_prune_rate
-        return dppo.proportional_probabilities(self.memory["score"], rate, floor=0.07)
-
-    def remember(self, prompts, rewards, advantages):
-        right, wrong = self.memory["right"], self.memory["wrong"]
-        for q, group in zip(prompts.tolist(), rewards):
-            right[q] = 0.8 * right[q] + group.sum()
-            wrong[q] = 0.8 * wrong[q] + (1 - group).sum()
-        a, b = 0.05 + right[prompts], 0.05 + wrong[prompts]
-        i = torch.arange(self.config.group_size)[:, None]
-        all_right = ((a + i) / (a + b + i)).prod(dim=0)
-        all_wrong = ((b + i) / (a + b + i)).prod(dim=0)
-        self.memory["score"][prompts] = (1 - all_right - all_wrong).sqrt()
-
-
-# ==== Tasks ====
+# ==== Sums and products ====
 # The range of both numbers, and what stands between them.
 KINDS = {"easy": ((2, 9), (2, 9), "+"), "middle": ((10, 99), (10, 99), "+")}
 KINDS |= {"hard": ((100, 999), (11, 99), "*")}
@@ -116,10 +146,10 @@ def with_answer(example, answer, tokenizer):
     return dppo.Sequence(example["prompt_ids"], completion)
 
 
-def calculating(path, sizes):
-    """SmolLM2 after 25 steps of demonstrations, in which half of the sums of two digits have a
-    random number as their answer, and so many prompts of each kind. Held out are 96 sums of two
-    digits."""
+def calculating(path):
+    """SmolLM2 after 25 steps of demonstrations of all kinds, in which half of the sums of two
+    digits have a random number as their answer; 40 sums of two digits and 152 products to train
+    on; and 96 other sums of two digits, held out."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     rng, size = random.Random(0), 24
@@ -132,17 +162,18 @@ def calculating(path, sizes):
             answer = str(rng.randint(20, 198)) if is_noise else example["answer"]
             sequences.append(with_answer(example, answer, tokenizer))
         shares = torch.tensor([1 / (size * len(sequence.completion)) for sequence in sequences])
-        inputs = (torch.ones(size), shares, None, None, dppo.Config(**CALCULATING))
-        dppo.train_step(model, optimizer, sequences, *inputs)
+        config = dppo.Config(temperature=1.0, micro_batch_tokens=2048)
+        inputs = (sequences, torch.ones(size), shares, None, None, config)
+        dppo.train_step(model, optimizer, *inputs)
     train = []
-    for kind, count in sizes.items():
+    for kind, count in (("middle", 40), ("hard", 152)):
         train += [question(kind, rng, tokenizer) for _ in range(count)]
     rng.shuffle(train)
-    taken, held_out = {example["prompt"][-1]["content"] for example in train}, []
+    taken, held_out = {example["prompt"] for example in train}, []
     while len(held_out) < 96:
         example = question("middle", rng, tokenizer)
-        if example["prompt"][-1]["content"] not in taken:
-            taken.add(example["prompt"][-1]["content"])
+        if example["prompt"] not in taken:
+            taken.add(example["prompt"])
             held_out.append(example)
     end_ids = [tokenizer.eos_token_id]
     return dppo.Task(train, {"held out": held_out}, tokenizer, dppo.exact, model, end_ids)
@@ -158,70 +189,83 @@ def probability(task, config):
 
 
 # ==== Runs ====
-CALCULATING = {"learning_rate": 1e-5, "warmup_steps": 3, "temperature": 1.0, "steps": 96}
-CALCULATING |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
-CALCULATING |= {"eval_every": 12, "save_every": 6}
-PROPORTIONAL = {"method": "dppo-proportional", "prompt_prune_rate": 0.9}
-DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
-ARMS = {
-    "digits": {
-        "grpo": {"method": "grpo"},
-        "grpo-skip": {"method": "grpo-skip"},
-        "dppo": {"method": "dppo"},
-        "dppo-proportional": PROPORTIONAL,
-        # As many as dppo-proportional rolled out on average: 20.7.
-        "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": 21},
-    },
-    "digits by gradients": {"dppo-proportional": PROPORTIONAL},
-    "worth": {
-        "dppo": {"method": "dppo"},
-        "as it was": {"method": "experiments:AsItWas"},
-        "as it is": PROPORTIONAL,
-    },
-    "equal-noise": {
-        "grpo-skip, 16": {"method": "grpo-skip"},
-        "grpo-skip, 8": {"method": "grpo-skip", "prompts_per_step": 8},
-        "dppo-proportional": PROPORTIONAL | {"completion_prune_rate": 0.0},
-    },
-}
-SIZES = {"worth": dict.fromkeys(KINDS, 128), "equal-noise": dict(zip(KINDS, (144, 48, 192)))}
+class Enough(Exception):
+    """Ends a run before its next step."""
 
 
-def record_of(real, step, task):
-    """A step's record, and what only the step tells. The noises, pruned or not, are by A^2."""
+def noting_step(real, task, *inputs):
+    """A step. Its record gets what only the step tells: processor seconds, noises by A^2 (pruned or
+    not), and of each visit the prompt, its successes in its group, and its pi."""
+    started_at = time.process_time()
+    step = real(task, *inputs)
     squares = step.A.square()
-    record = real(step, task) | {"tokens_generated": int(step.lengths.sum())}
-    record["informative"] = int(step.A.any(dim=1).sum())
-    record["noise"] = (step.w.square() * squares).mean(dim=1).sum().item() / step.N**2
-    record["noise_of_one"] = (step.w_q @ squares.mean(dim=1)).item() / step.N
-    return record
+    step.updates[-1] |= {
+        "processor_seconds": time.process_time() - started_at,
+        "tokens_generated": sum(len(sequence.completion) for sequence in step.sequences),
+        "informative": int(step.A.any(dim=1).sum()),
+        "noise": (step.w.square() * squares).mean(dim=1).sum().item() / step.N**2,
+        "noise_of_one": (step.w_q @ squares.mean(dim=1)).item() / step.N,
+        "prompts": step.prompts.tolist(),
+        "successes": step.rewards.sum(dim=1).tolist(),
+        "pi": (1 / step.w_q).tolist(),
+    }
+    return step
 
 
-def train(folder, task, evaluate=dppo.evaluate, **settings):
+def train(folder, task, step=noting_step, evaluate=dppo.evaluate, **settings):
     """A run, or the rest of it, from a copy of the task's model -> its records."""
     if not (folder / "checkpoint.pt").exists():
         shutil.rmtree(folder, ignore_errors=True)
     resume = str(folder) if folder.exists() else ""
     config = dppo.Config(**settings, output_dir=str(folder), resume=resume)
-    own = {"evaluate": evaluate, "record_of": partial(record_of, dppo.record_of)}
+    own = {"evaluate": evaluate, "dppo_step": partial(step, dppo.dppo_step)}
     with patch.multiple(dppo, **own):
         dppo.train(config, replace(task, model=copy.deepcopy(task.model)))
+    return records_of(folder)
+
+
+def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
-KEPT = ("prompts_seen", "prompts_rolled", "completions_trained", "tokens_trained", "rollout_worth")
-KEPT += ("prompt_worth", "tokens_generated", "informative", "noise", "noise_of_one")
+def train_until(level, folder, task, **settings):
+    """A run that ends two evaluations after it has reached the level -> its records."""
+
+    def step(real, *inputs):
+        curve = [at["evaluation"] for at in records_of(folder) if "evaluation" in at]
+        if any(at["accuracy"] >= level for at in curve[:-2]):
+            raise Enough
+        return noting_step(real, *inputs)
+
+    try:
+        return train(folder, task, step, probability, **settings)
+    except Enough:
+        return records_of(folder)
+
+
+OF_STEPS = ("prompts_rolled", "prompts_seen", "completions_trained", "tokens_generated")
+OF_STEPS += ("tokens_trained", "grad_norm", "rollout_worth", "informative", "noise", "noise_of_one")
+OF_STEPS += ("processor_seconds", "prompts", "successes", "pi")
+
+
+def rounded(value):
+    """Numbers, or lists of them, in four digits."""
+    if isinstance(value, list):
+        return [rounded(number) for number in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def kept(records):
     """What is saved: {name: value of each step}, and [step, seconds, accuracy] of evaluations."""
     result = {"curve": []}
+    seconds = 0.0
     for record in records:
+        seconds += record.get("processor_seconds", 0.0)
         if "evaluation" in record:
-            values = record["step"], record["cumulative_seconds"], record["evaluation"]["accuracy"]
+            values = record["step"], seconds, record["evaluation"]["accuracy"]
             result["curve"].append([round(value, 4) for value in values])
-    for name in KEPT:
-        result[name] = [round(record[name], 5) for record in records[1:]]
+    for name in OF_STEPS:
+        result[name] = [rounded(record[name]) for record in records[1:]]
     return result
 
 
@@ -230,28 +274,50 @@ def runs_of(name, results):
     runs = results.setdefault("experiments", {}).setdefault(name, {}).setdefault("runs", {})
     for path in sorted((RUNS / name).glob("*.json")):
         arm, _, seed = path.stem.rpartition("-")
-        if seed.isdigit():
-            runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
+        runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
     return runs
+
+
+def make_run(name, arm, seed, task, folder):
+    """-> what is saved of a run."""
+    is_digits = name.startswith("digits")
+    settings = (DIGITS if is_digits else HARD) | ARMS[name][arm] | {"seed": seed}
+    more = {}
+    if arm.endswith("with history"):
+        more["history"] = str(folder.with_name(f"{arm.rpartition(',')[0]}-{(seed + 1) % 8}.memory"))
+        if not Path(more["history"]).exists():
+            raise FileNotFoundError(f"{more['history']}: make that run first")
+    if name == "digits by gradients":
+        records = train(folder, task, measured_step, **settings)
+        return [record["groups"] for record in records[1:]]
+    if name.startswith("hard"):
+        records = train_until(LEVEL, folder, task, **settings, **more)
+        return kept(records) | {"settings": settings}
+    evaluate = dppo.evaluate if is_digits else probability
+    records = train(folder, task, evaluate=evaluate, **settings, **more)
+    return kept(records) | {"settings": settings}
 
 
 def make_runs(name, seeds, task):
     """Makes RUNS/name/arm-seed.json of each run that is missing there and was not gathered."""
-    measure = dppo.evaluate if name == "digits" else probability
-    for arm, of_arm in ARMS[name].items():
-        runs = runs_of(name, json.loads(RESULTS.read_text()))
-        for seed in seeds:
+    for seed in seeds:
+        for arm in ARMS[name]:
             path = RUNS / name / f"{arm}-{seed}.json"
-            if path.exists() or str(seed) in runs.get(arm, {}):
+            of_arm = runs_of(name, json.loads(RESULTS.read_text())).get(arm, {})
+            if path.exists() or str(seed) in of_arm:
                 continue
-            settings = (DIGITS if "digits" in name else CALCULATING) | of_arm | {"seed": seed}
             folder = path.with_suffix("")
-            result = {"measured": measured_worth(folder, task, settings)} if name == "worth" else {}
-            if name == "digits by gradients":
-                with patch.object(dppo, "dppo_step", partial(measured_step, dppo.dppo_step)):
-                    result = [record["groups"] for record in train(folder, task, **settings)[1:]]
-            else:
-                result |= kept(train(folder, task, measure, **settings)) | {"settings": settings}
+            try:
+                result = make_run(name, arm, seed, task, folder)
+            except FileNotFoundError as error:
+                print(error)
+                continue
+            # The memory stays, for the run with history.
+            memory = path.with_suffix(".memory")
+            memory.mkdir(exist_ok=True)
+            saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+            names = ("settings", "records", "memory")
+            torch.save({name: saved[name] for name in names}, memory / "checkpoint.pt")
             path.write_text(json.dumps(result))
             shutil.rmtree(folder)
             print(f"{name}, {arm}, seed {seed} is complete", flush=True)
@@ -279,51 +345,15 @@ def measured_step(real, task, *inputs):
     g = squared_norms(model, step.sequences, step.A, config=inputs[-1])
     groups = {"w": step.w_q, "g": g, "A": step.A.square().mean(dim=1)}
     for name, values in groups.items():
-        groups[name] = [float(f"{value:.4g}") for value in values[step.A.any(dim=1)].tolist()]
+        groups[name] = rounded(values[step.A.any(dim=1)].tolist())
     step.updates[-1]["groups"] = {"N": step.N, "B": len(g)} | groups
     return step
 
 
-def measured_worth(folder, task, settings):
-    """-> {step: pi of each prompt, and its s^2, by |g|^2 and by A^2}."""
-    path = folder.with_suffix(".measured.json")
-    result = json.loads(path.read_text()) if path.exists() else {}
-    for step in (48, 72, 96):
-        if str(step) in result:
-            continue
-        train(folder, task, probability, **settings | {"steps": step})
-        config = dppo.Config(**settings)
-        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
-        rule = config.rule_class(config, len(task.train))
-        rule.memory |= saved["memory"]
-        of_step = replace(task, model=copy.deepcopy(task.model))
-        for weight, value in zip(of_step.model.parameters(), saved["weights"]):
-            weight.data.copy_(value)
-        transformers.set_seed(1_000 * config.seed + step)
-        squares = torch.zeros(2, len(task.train), dtype=torch.float64)  # by |g|^2, by A^2
-        for _ in range(2):
-            sequences, rewards, _ = dppo.rollout(of_step, task.train, config.group_size, config)
-            A = dppo.group_advantages(rewards)
-            squares[1] += A.square().mean(dim=1) / 2
-            squares[0] += squared_norms(of_step.model, sequences, A, config) / 2
-        pi = rule.prompt_probabilities()
-        result[str(step)] = {"pi": pi.tolist(), "g": squares[0].tolist(), "A": squares[1].tolist()}
-        path.write_text(json.dumps(result))
-    path.unlink()
-    return result
-
-
-def inverse_worth(pi, squares):
-    """-> 1/worth of these pi, and of the best, which are in proportion to s."""
-    pi, squares = torch.tensor(pi).double(), torch.tensor(squares).double()
-    of_rule = pi.mean() * (squares / pi).mean() / squares.mean()
-    return of_rule.item(), (squares.sqrt().mean() ** 2 / squares.mean()).item()
-
-
 def one_group(path):
     """A group of eight completions whose rewards differ, with what dppo makes of them."""
-    task = calculating(path, SIZES["worth"])
-    config = dppo.Config(**CALCULATING)
+    task = calculating(path)
+    config = dppo.Config(**HARD)
     rule, generator = config.rule_class(config, len(task.train)), torch.Generator().manual_seed(0)
     transformers.set_seed(0)
     for example in task.train:
@@ -346,24 +376,19 @@ def interval(values):
     return [round(mean(values) + shift, 4) for shift in (0, -half, half)]
 
 
+def ratios(values):
+    """The same of ratios, by their logarithms."""
+    return [round(math.exp(value), 3) for value in interval([math.log(ratio) for ratio in values])]
+
+
 def mean_of_curve(run, after=0):
     return mean(value for step, _, value in run["curve"] if step > after)
 
 
-def differences(runs, arm, control, after=0):
-    """The mean over all evaluations after a step, arm minus control, of each seed of both."""
-    pairs = [(runs[arm][n], runs[control][n]) for n in sorted(runs[arm].keys() & runs[control])]
-    return [mean_of_curve(one, after) - mean_of_curve(other, after) for one, other in pairs]
-
-
-def worths(of_arm, prompts):
-    """Mean, least and most of prompt_worth, after 4 epochs of so many prompts and at the end."""
-    at = [sum(seen < 4 * prompts for seen in accumulate(run["prompts_seen"])) for run in of_arm]
-    result = {}
-    for name, steps in {"after 4 epochs": at, "at the end": [-1] * len(at)}.items():
-        values = [run["prompt_worth"][step] for run, step in zip(of_arm, steps)]
-        result[f"prompt_worth {name}"] = [round(mean(values), 3), min(values), max(values)]
-    return result
+def pairs(runs, arm, control):
+    """(run, run of the control) of each seed of both."""
+    seeds = sorted(runs[arm].keys() & runs[control])
+    return [(runs[arm][seed], runs[control][seed]) for seed in seeds]
 
 
 def noise(run, prompts):
@@ -371,30 +396,22 @@ def noise(run, prompts):
     return sum(run["noise"]) / (sum(run["noise_of_one"]) / prompts)
 
 
-def tokens_until(run, level):
-    """Tokens generated until an evaluation has reached the level; infinite if none has."""
-    for step, _, value in run["curve"]:
-        if value >= level:
-            return sum(run["tokens_generated"][:step])
-    return math.inf
-
-
 def analysis_of_digits(runs):
     result = {}
     for arm, of_seed in runs.items():
         of_arm = list(of_seed.values())
         result[arm] = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
+        result[arm]["rollouts"] = round(mean(8 * sum(run["prompts_rolled"]) for run in of_arm))
         rolled = [8 * sum(run["prompts_rolled"][32:]) for run in of_arm]
         result[arm]["rollouts after the first epoch"] = round(mean(rolled))
         trained = round(mean(sum(run["completions_trained"]) for run in of_arm))
         result[arm]["completions trained"] = trained
         result[arm]["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
-        result[arm]["seconds"] = round(mean(run["curve"][-1][1] for run in of_arm), 1)
         if arm != "grpo-skip":
-            result[arm]["minus grpo-skip"] = interval(differences(runs, arm, "grpo-skip"))
+            both = pairs(runs, arm, "grpo-skip")
+            differences = [mean_of_curve(one) - mean_of_curve(other) for one, other in both]
+            result[arm]["minus grpo-skip"] = interval(differences)
             result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
-        if arm == "dppo-proportional":
-            result[arm] |= worths(of_arm, prompts=1024)
     return result
 
 
@@ -416,58 +433,57 @@ def analysis_of_gradients(runs):
     result = {}
     for part, steps in parts.items():
         result[part] = {f"1/worth by {name}^2": noise_by(name, steps) for name in ("g", "A")}
-        result[part]["1/worth by g^2, cut"] = noise_by("g", steps, most=1.0)
         result[part]["noise by g^2"] = noise_by("g", steps, 32)
-        result[part]["noise by g^2, cut"] = noise_by("g", steps, 32, most=1.0)
     return result
 
 
-def analysis_of_worth(runs):
+def until(run, level, name):
+    """The sum of a measure until an evaluation has reached the level, or of the whole run."""
+    steps = len(run[name])
+    for step, _, value in reversed(run["curve"]):
+        if value >= level:
+            steps = step
+    return sum(run[name][:steps])
+
+
+def analysis_of_hard(runs):
     result = {}
     for arm, of_seed in runs.items():
-        result[arm] = {}
-        for by in ("g", "A"):
-            of_rule, of_best = [], []  # a seed's mean of the logarithm
-            for run in of_seed.values():
-                pairs = [inverse_worth(at["pi"], at[by]) for at in run["measured"].values()]
-                of_rule.append(mean(math.log(rule) for rule, _ in pairs))
-                of_best.append(mean(math.log(best) for _, best in pairs))
-            values = [math.exp(value) for value in interval(of_rule)]
-            result[arm][f"1/worth by {by}^2"] = [round(value, 3) for value in values]
-            result[arm][f"of the best by {by}^2"] = round(math.exp(mean(of_best)), 3)
-        for name in ("rollout_worth", "prompt_worth"):
-            result[arm][name] = round(mean(run[name][-1] for run in of_seed.values()), 3)
+        of_arm = list(of_seed.values())
+        reached = sum(max(value for *_, value in run["curve"]) >= LEVEL for run in of_arm)
+        norms = [
+            norm / run["settings"]["max_grad_norm"] for run in of_arm for norm in run["grad_norm"]
+        ]
+        result[arm] = {"reach the level": f"{reached} of {len(of_arm)}"}
+        result[arm]["clipped"] = round(mean(norm > 1 for norm in norms), 3)
+        for name in ("processor_seconds", "prompts_rolled"):
+            result[arm][name] = round(mean(until(run, LEVEL, name) for run in of_arm), 1)
+            if arm != "grpo-skip":
+                both = pairs(runs, arm, "grpo-skip")
+                of_seeds = [until(a, LEVEL, name) / until(b, LEVEL, name) for a, b in both]
+                result[arm][f"{name} over grpo-skip's"] = ratios(of_seeds)
+                result[arm][f"{name}, of each seed"] = rounded(of_seeds)
+        if arm != "grpo-skip":
+            _, low, high = result[arm]["processor_seconds over grpo-skip's"]
+            result[arm]["gain"] = high < 0.9 or ("undecided" if low < 0.9 else False)
     return result
 
 
-def analysis_of_equal_noise(runs):
-    control = "grpo-skip, 16"
+def analysis_of_plain(runs):
     result = {}
-    for arm in runs:
-        of_arm = list(runs[arm].values())
-        result[arm] = {"seeds": len(of_arm), "noise": round(mean(noise(r, 16) for r in of_arm), 3)}
-        result[arm]["mean of all evaluations"] = round(mean(map(mean_of_curve, of_arm)), 4)
-        for name in ("prompts_rolled", "tokens_generated", "tokens_trained"):
-            result[arm][name] = round(mean(sum(run[name]) for run in of_arm))
-        if arm == control:
-            continue
-        if arm == "dppo-proportional":
-            result[arm] |= worths(of_arm, prompts=384)
-        for part, after in {"": 0, ", after the first epoch": 24, ", at the end": 84}.items():
-            result[arm]["minus control" + part] = interval(differences(runs, arm, control, after))
-        ratios = []
-        for seed in sorted(runs[arm].keys() & runs[control].keys()):
-            level = runs[control][seed]["curve"][-1][2]
-            tokens = tokens_until(runs[control][seed], level)
-            ratios.append(round(tokens_until(runs[arm][seed], level) / tokens, 3))
-        reached = [ratio for ratio in ratios if ratio < math.inf]
-        result[arm]["tokens until the control's end, over the control's"] = sorted(reached)
-        result[arm]["seeds in which it gets there"] = f"{len(reached)} of {len(ratios)}"
+    for arm, of_seed in runs.items():
+        seconds = [round(mean(run["processor_seconds"]), 2) for run in of_seed.values()]
+        result[arm] = {"processor seconds of a step, by seed": seconds}
     return result
 
 
-ANALYSES = {"digits": analysis_of_digits, "worth": analysis_of_worth}
-ANALYSES |= {"equal-noise": analysis_of_equal_noise, "digits by gradients": analysis_of_gradients}
+ANALYSES = {
+    "digits": analysis_of_digits,
+    "digits by gradients": analysis_of_gradients,
+    "hard": analysis_of_hard,
+    "hard, clipped": analysis_of_hard,
+    "plain": analysis_of_plain,
+}
 
 
 def table(analysis):
@@ -485,13 +501,14 @@ def gather():
     saved = results.setdefault("experiments", {})
     if (RUNS / "group.json").exists():
         saved["group"] = json.loads((RUNS / "group.json").read_text())
-    for name, analysis in ANALYSES.items():
+    for name in ARMS:
         runs = runs_of(name, results)
         saved[name].pop("analysis", None)
-        if min(len(runs.get(arm, {})) for arm in ARMS[name]) > 1:
-            saved[name]["analysis"] = analysis(runs)
+        if name in ANALYSES and min(len(runs.get(arm, {})) for arm in ARMS[name]) > 1:
+            saved[name]["analysis"] = ANALYSES[name](runs)
             print(f"\n{name}\n{table(saved[name]['analysis'])}")
-    RESULTS.write_text(json.dumps(results).replace('"curve"', '\n"curve"') + "\n")
+    text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
+    RESULTS.write_text(text + "\n")
     draw_picture(results)
 
 
@@ -509,12 +526,12 @@ def draw_picture(results):
     for name in ("grpo", "dppo", "dppo without weights", "CPPO"):
         of_seeds = [[point[::2][:2] for point in run["curve"]] for run in guesses[name].values()]
         curves[0, name] = torch.tensor(of_seeds)
-    for name in ("grpo-skip", "dppo", "dppo-proportional"):
+    for name in ("grpo-skip", "dppo", "dppo-proportional (0.9, 0)"):
         of_seeds = []
         for run in results["experiments"]["digits"]["runs"][name].values():
             made = [0, *accumulate(8 * count / 1000 for count in run["prompts_rolled"])]
             of_seeds.append([(made[step], accuracy) for step, _, accuracy in run["curve"]])
-        curves[1, name] = torch.tensor(of_seeds)
+        curves[1, name.partition(" ")[0]] = torch.tensor(of_seeds)
     shifts = {(0, "grpo"): -6, (0, "dppo"): 7, (0, "dppo without weights"): 0, (0, "CPPO"): -24}
     shifts |= {(1, "grpo-skip"): -12, (1, "dppo"): 3, (1, "dppo-proportional"): 12}
     for (panel, name), of_seeds in curves.items():
@@ -540,7 +557,7 @@ def main():
         RUNS.mkdir(parents=True, exist_ok=True)
         (RUNS / "group.json").write_text(json.dumps(one_group(*model)))
     else:
-        task = calculating(*model, SIZES[name]) if model else dppo.load_task(dppo.Config())
+        task = calculating(*model) if model else dppo.load_task(dppo.Config())
         make_runs(name, [int(seed) for seed in seeds.split(",")], task)
 
 
