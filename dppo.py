@@ -2,20 +2,19 @@
 
 After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (Zhu et al., 2026,
 arXiv 2603.04135), known to us by its abstract and reviews that quote it; docstrings say how we read
-the rest. Part I ends with its algorithm, `dppo_step`. (TRL's `dppo` is another method.)
+the rest. (TRL's `dppo` is another method.)
 
 GRPO answers each prompt several times and learns from the differences, so a group that is all right
-or all wrong teaches nothing. DPPO prunes prompts before the rollout and completions after it, both
-at random, and divides the loss of what it keeps by the probability of keeping it, so the expected
-gradient is still GRPO's.
+or all wrong teaches nothing. DPPO prunes prompts before and completions after the rollout, both at
+random, and divides a loss by its probability of being kept, so the expected gradient stays GRPO's.
 
     python dppo.py  # a small model learns to sort digits, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
     q, i      a prompt; a completion
-    N         number of candidate prompts, a step's window
+    N         candidate prompts, a step's window
     limit, B  the most prompts that a step may keep; how many it keeps
-    G         number of completions of a prompt, its group
+    G         completions of a prompt, its group
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
     r_q, r_o  rates at which low-scoring prompts, completions are pruned
@@ -29,11 +28,9 @@ gradient is still GRPO's.
 
 import copy
 import csv
-import glob
 import inspect
 import json
 import math
-import os
 import pkgutil
 import random
 import re
@@ -68,15 +65,13 @@ def group_advantages(rewards, scale_by_std=True):
     rewards given: to centre A again after pruning would bias the gradient. A is exactly 0 if they
     are equal, and for a missing reward (NaN). std has the divisor n - 1."""
     rewards = rewards.double()
-    given = ~rewards.isnan()
-    A = rewards - rewards.nanmean(dim=1, keepdim=True)
+    A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones: exactly 0
+    A = A - A.nanmean(dim=1, keepdim=True)
     if scale_by_std:
-        squares = A.square().nansum(dim=1, keepdim=True)
-        std = (squares / (given.sum(dim=1, keepdim=True) - 1)).sqrt()
+        divisor = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+        std = (A.square().nansum(dim=1, keepdim=True) / divisor).sqrt()
         A = A / (std + 1e-4)
-    lowest = rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)
-    highest = rewards.nan_to_num(-math.inf).amax(dim=1, keepdim=True)
-    return torch.where(given & (lowest < highest), A, 0.0)
+    return A.nan_to_num(0.0)
 
 
 def has_gradient(advantages, beta):
@@ -98,11 +93,9 @@ def keep_probabilities(scores, rate):
 
 def draw(pi, generator):
     """(n,) pi -> (n,) weights: 1/pi where kept, 0 where pruned. Wherever pi > 0, their mean is
-    pi (1/pi) + (1 - pi) 0 = 1.
-
-    In systematic sampling, items are laid end to end in random order, each as long as its pi, and
-    kept where a tooth of the comb u, u + 1, u + 2, ... falls on them, with u uniform in [0, 1). If
-    pi is 0.5, 1, 0.25, 0.25 in this order, u = 0.6 keeps the 2nd and 3rd."""
+    pi (1/pi) + (1 - pi) 0 = 1. The sampling is systematic: items lie end to end in random order,
+    each as long as its pi, and those are kept on which a tooth of the comb u, u + 1, u + 2, ...
+    falls, with u uniform in [0, 1). If pi is 0.5, 1, 0.25, 0.25, u = 0.6 keeps the 2nd and 3rd."""
     order = torch.randperm(len(pi), generator=generator)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
     bounds = torch.cat([torch.zeros(1), pi[order].cumsum(0)])  # (n + 1,)
@@ -175,11 +168,10 @@ def check_probabilities(rule, pi, needed):
 
 
 def prune_prompts(rule, upcoming, limit, generator):
-    """Before the rollout: (n,) upcoming prompts -> N; (B,) those that are kept; (B,) w_q.
-
-    `limit` is fixed in advance, and N follows from pi: the window is the longest prefix of
-    `upcoming` whose pi sum to at most `limit`. The draw keeps that sum, rounded down or up. To look
-    on until enough have survived would make N depend on the draw, and bias the gradient."""
+    """Before the rollout: (n,) upcoming prompts -> N; (B,) those that are kept; (B,) w_q. The limit
+    is fixed in advance, and N follows from pi: the window is the longest prefix of `upcoming` whose
+    pi sum to at most `limit`. The draw keeps that sum, rounded down or up. To look on until enough
+    have survived would make N depend on the draw, and bias the gradient."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     window = upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]  # (N,)
@@ -323,15 +315,13 @@ def lay_out(sequences, slots):
 
 # ---- 4. Loss and update
 def token_logprobs(head, hidden, targets, temperature):
-    """(n, width) hidden states, (n,) next tokens -> (n,) their log-probabilities, (n,) entropy."""
+    """(n, width) hidden states, (n,) next tokens -> (n,) their log-probabilities."""
     logprobs = head(hidden).float().div_(temperature).log_softmax(dim=-1)
-    entropies = torch.special.entr(logprobs.detach().exp()).sum(dim=-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropies
+    return logprobs.gather(1, targets[:, None])[:, 0]
 
 
 def completion_logprobs(model, sequences, slots, temperature):
-    """The forward pass over slots -> (tokens,) log-probabilities of the completions' tokens, their
-    entropies, and their owners."""
+    """The forward pass -> (tokens,) log-probabilities of the completions' tokens; their owners."""
     input_ids, position_ids, owner = lay_out(sequences, slots).to(model.device).unbind(dim=2)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
@@ -343,8 +333,7 @@ def completion_logprobs(model, sequences, slots, temperature):
     parts = []
     for piece in zip(hidden.split(512), targets.split(512)):
         parts.append(checkpoint(token_logprobs, head, *piece, temperature, use_reentrant=False))
-    logprobs, entropies = map(torch.cat, zip(*parts))
-    return logprobs, entropies, owner[predicts]
+    return torch.cat(parts), owner[predicts]
 
 
 @torch.no_grad()
@@ -352,7 +341,7 @@ def frozen_logprobs(model, sequences, indices, config):
     """{index: (length,) log-probabilities} of the completions at `indices`."""
     result = {}
     for slots in pack_micro_batches(sequences, indices, config):
-        logprobs, _, owner = completion_logprobs(model, sequences, slots, config.temperature)
+        logprobs, owner = completion_logprobs(model, sequences, slots, config.temperature)
         result |= {i: logprobs[owner == i] for i in chain(*slots)}
     return result
 
@@ -378,9 +367,9 @@ def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. For dapo, it
-    is the mean length, which is unknown where prompts are pruned; that of *earlier* steps, which is
-    fixed before the draw, replaces it. A first step takes its own, and so must prune no prompt."""
+    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. For dapo, the
+    mean length is unknown where prompts are pruned, so that of *earlier* steps, fixed before the
+    draw, replaces it. A first step takes its own, and so must prune no prompt."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
@@ -395,24 +384,21 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
     A = advantages.flatten().float().to(model.device)
     share = shares.flatten().float().to(model.device)
     kept = share.nonzero()[:, 0].tolist()
-    entropy = 0.0  # the sum of the tokens'
     for slots in pack_micro_batches(sequences, kept, config):
         batch = list(chain(*slots))
-        logprobs, some, owner = completion_logprobs(model, sequences, slots, config.temperature)
+        logprobs, owner = completion_logprobs(model, sequences, slots, config.temperature)
         old_logprobs = torch.cat([old[i] for i in batch]) if old else logprobs.detach()
         ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else logprobs.detach()
         losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
         loss = share[owner] @ losses
         loss.backward()
-        entropy += some.sum().item()
 
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
     if 0 < grad_norm < math.inf:  # at 0, Adam would move on its momentum; NaN would spread
         optimizer.step()
     model.zero_grad()
     tokens = sum(len(sequences[i].completion) for i in kept)
-    metrics = {"completions_trained": len(kept), "tokens_trained": tokens, "grad_norm": grad_norm}
-    return metrics | {"entropy": entropy / max(1, tokens)}
+    return {"completions_trained": len(kept), "tokens_trained": tokens, "grad_norm": grad_norm}
 
 
 # ---- 5. The paper's algorithm
@@ -443,7 +429,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     kept/total, as we read it: (1/kept) C/(1 - P) = 1/(total pi) = w/(N G) (Horvitz-Thompson)."""
     G = config.group_size
 
-    # 1. Prune prompts, by what is remembered of them.
+    # 1. Prune prompts, from memory.
     limit = rule.prompts_to_keep(upcoming)
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
@@ -454,8 +440,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
     Z = normalizer(lengths, mean_length, config)
 
-    # 3. Prune completions, anew for every update, as the policy depends on earlier draws.
-    #    (Prompts are drawn once, so in later updates only this draw is unbiased.)
+    # 3. Prune completions, anew for every update. (As prompts are not, later ones may be biased.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -476,7 +461,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
         inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
         updates.append(train_step(task.model, optimizer, *inputs))
 
-    # 6. Remember, last of all: a step that fails before its first update has changed nothing.
+    # 6. Remember. A step that fails before its first update has changed nothing.
     rule.remember(prompts, rewards, A)
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
     length = 0.9 * (mean_length or length) + 0.1 * length
@@ -488,26 +473,23 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 
 def proportional_probabilities(scores, rate, top):
     """Scores >= 0 -> float64 pi: a line from 1 - rate at score 0 to 1 at `top`, and 1 above it,
-    without a score (NaN) or without a top (0 or NaN). It mixes pi in proportion to the score, which
-    scatters least if that is the gradient's norm (Neyman), with a constant: no weight exceeds
-    1/(1 - rate)."""
+    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so that no weight exceeds
+    1/(1 - rate), with pi in proportion to the score, best for the norm of a gradient (Neyman)."""
     share = (scores.double() / top).clamp(max=1)  # 0/0 is NaN
     return (1 - rate * (1 - share)).nan_to_num(1.0)
 
 
 class ProportionalDPPO(Rule):
     """What teaches most is always kept, what teaches nothing with probability 1 - r, and a step
-    rolls out only as many prompts as have the noise of prompts_per_step unpruned ones.
+    rolls out only as many prompts as have the noise of prompts_per_step unpruned ones. A completion
+    scores w_q |A|, and a prompt the root of the mean A^2 to expect of its next group: prompts of a
+    similar success rate share a bin, which learns the mean of what they teach when they return."""
 
-    A completion's score is w_q |A|, and a prompt's the root of the mean A^2 to expect of its next
-    group. Prompts of a similar success rate share a bin, which learns the mean of what they teach
-    when they come again."""
-
-    remembers = {"rewards": 0.0, "count": 0.0}  # decayed sums of rewards, and of their number
+    remembers = {"rewards": 0.0, "count": 0.0}  # decayed sum and number
     prior = 0.05  # successes, and failures, before any visit
     decay = 0.8  # factor of memory at each visit, as the policy changes
-    bins = 17  # of equal width in x = asin(sqrt(success rate))/(pi/2), from 0 to 1
-    forget = 0.998  # factor of what bins have learned, at each step
+    bins = 17  # of equal width in asin(sqrt(success rate))
+    forget = 0.998  # factor of bins at each step
 
     def __init__(self, config, prompt_count):
         super().__init__(config, prompt_count)
@@ -534,9 +516,8 @@ class ProportionalDPPO(Rule):
         return torch.where(visited, squares, squares[visited].mean().nan_to_num(1.0))
 
     def prompts_to_keep(self, upcoming):
-        """prompts_per_step over what a rollout is worth. With s^2 the expected squares, k prompts
-        have the noise mean(s^2)/k without pruning, and mean(pi) mean(s^2/pi)/k with it. Their ratio
-        in the window of which prompts_per_step would be kept is the worth."""
+        """prompts_per_step over the worth of a rollout, the ratio of the noise of k prompts without
+        pruning, mean(s^2)/k, to that with it, mean(pi) mean(s^2/pi)/k, for expected squares s^2."""
         pi = self.prompt_probabilities()
         window = upcoming[pi[upcoming].cumsum(0) <= self.config.prompts_per_step]
         pi, squares = pi[window], self.expected_squares()[window]
@@ -640,17 +621,17 @@ def check_sampling(task, config):
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     shortest, longest = min(prompts, key=len), max(prompts, key=len)
     with refusing(f"{type(model).__name__} cannot be trained here: "):
-        # Does the head alone make the logits? (One rounding to bfloat16 is up to 4e-3.)
+        # Does the head alone make the logits? (bfloat16 rounds by 4e-3.)
         ids = torch.tensor([shortest], device=model.device)
         logits = model(ids).logits
         of_head = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
-        if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():  # NaN fails, too
+        if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():  # NaN fails
             raise Refused("its logits are scaled, capped or NaN")
         # Is what is sampled trained, also beside the longest sequence, which may rescale RoPE?
         short = replace(config, max_completion_tokens=16)
         sequences, sampled = sample(task, [shortest, shortest[-1:]], 4, short)
         sequences.append(Sequence(longest, longest[:1] * config.max_completion_tokens))
-        trained, _, _ = completion_logprobs(model, sequences, [range(8), [8]], config.temperature)
+        trained, _ = completion_logprobs(model, sequences, [range(8), [8]], config.temperature)
         difference = (trained[: len(sampled)] - sampled).abs().mean()
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
@@ -716,6 +697,7 @@ class Task:
 def load_task(config):
     """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
     task = user_task(config) if config.model else sorting_task(config)
+    task.evals = {name: examples for name, examples in task.evals.items() if examples}
     tokenizer, some = task.tokenizer, task.train[:99]
     try:
         reward_completions(task, some, [Sequence([], [])] * len(some))
@@ -723,7 +705,7 @@ def load_task(config):
         error.add_note("The reward was tried on empty completions.")
         raise
     if config.model:
-        options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
+        options = {"dtype": DTYPE, "attn_implementation": "sdpa"}
         with refusing(f"{config.model} cannot be loaded: "):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
     else:
@@ -733,9 +715,9 @@ def load_task(config):
     # A completion ends with an end id of tokenizer or model, or as the template ends a turn.
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "MESSAGE"}]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "END"}]
     with suppress(Exception):  # no template, or one that wants another chat
-        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("MESSAGE")[2]
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("END")[2]
         after = tokenizer.encode(text, add_special_tokens=False)
         ends.update([token for token in after if token in tokenizer.added_tokens_decoder][:1])
     task.end_ids = sorted(ends)
@@ -783,14 +765,13 @@ def user_task(config):
     train = load_examples(config.dataset, "train", config, tokenizer, chain(*evals.values()))
     size = 0 if evals else min(len(train) // 5, config.eval_prompts)
     evals["held out"] = train[:size]
-    evals = {name: examples for name, examples in evals.items() if examples}
     return Task(train[size:], evals, tokenizer, config.reward_function)
 
 
 def load_examples(spec, split, config, tokenizer, evaluated=()):
     """Shuffled examples of a json, jsonl, parquet or csv file, or of path[[:config]:split]."""
     with refusing(f"{spec} cannot be read: "):
-        if not os.path.isfile(spec):
+        if not Path(spec).is_file():
             path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
             *names, split = names or [split]
             rows = datasets.load_dataset(path, *names, split=split)
@@ -800,7 +781,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             rows = datasets.Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows])
         else:
             kind = "parquet" if spec.endswith(".parquet") else "json"
-            rows = datasets.load_dataset(kind, data_files=glob.escape(spec), split="train")
+            rows = datasets.load_dataset(kind, data_files=spec, split="train")
     prompts = [name for name in config.prompt_column.split(",") if name in rows.column_names]
     answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
     is_ours = config.reward in REWARDS
@@ -890,7 +871,7 @@ def warm_started(tokenizer):
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **net))
     cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # 2: of this recipe
     if cached.exists():
-        model.load_state_dict(torch.load(cached, weights_only=True))
+        model.load_state_dict(torch.load(cached))
         return model
     optimizer = MasterAdam(model, 2e-3)
     config = Config(temperature=1.0)
@@ -917,7 +898,7 @@ def warm_started(tokenizer):
 LEAST = {"group_size": 2, "max_grad_norm": 1e-6, "temperature": 1e-3}
 LEAST |= dict.fromkeys(("prompts_per_step", "inner_epochs", "max_completion_tokens"), 1)
 LEAST |= dict.fromkeys(("eval_samples", "rollout_batch_size", "micro_batch_tokens"), 1)
-# What may be another when a run is resumed.
+# What may change on resuming.
 FREE = {"steps", "eval_every", "save_every", "rollout_batch_size", "micro_batch_tokens", "resume"}
 
 
@@ -939,7 +920,7 @@ def find(name, value, known):
 
 @dataclass
 class Config:
-    """All settings of the command line. Refuses what would silently go wrong."""
+    """All settings. Refuses what would silently go wrong."""
 
     method: str = flag("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
     objective: str = flag("grpo", "grpo, dr_grpo, dapo or gspo")
@@ -1052,14 +1033,14 @@ def account_of(records, config):
 @contextmanager
 def writing(path):
     """Gives a path to write to. What is written there replaces `path` when it is whole."""
-    with refusing(f"{path} cannot be written: "), TemporaryDirectory(dir=path.parent) as folder:
+    with refusing(f"{path}: "), TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder, path.name)
         yield partial
         partial.replace(path)
 
 
 class Run:
-    """A run, new or resumed. It is its records, one of step 0 and one of each step."""
+    """A run: its records, one of step 0 and one of each step."""
 
     def __init__(self, config, task):
         self.config, self.task = config, task
@@ -1086,7 +1067,7 @@ class Run:
 
     def restore(self, folder):
         """Takes over what the run in a folder remembers and, to go on with it, all the rest."""
-        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True, mmap=True)
+        saved = torch.load(folder / "checkpoint.pt", "cpu", mmap=True)
         goes_on = folder == self.out
         for name in sorted(self.settings.keys() - FREE) if goes_on else ["method", "prompts"]:
             if saved["settings"][name] != self.settings[name]:
@@ -1104,7 +1085,6 @@ class Run:
             weight.data.copy_(value)
 
     def save(self):
-        """Saves what a run goes on from."""
         saved = {"settings": self.settings, "records": self.records, "memory": self.memory}
         saved |= {"weights": self.optimizer.masters, "optimizer": self.optimizer.state_dict()}
         with writing(self.out / "checkpoint.pt") as path, path.open("wb") as file:
@@ -1135,7 +1115,7 @@ class Run:
         record = record_of(step, self.task) | {"step": number, "updates": self.optimizer.updates}
         record |= {"candidates_so_far": seen, "epoch": seen / len(self.task.train)}
         record |= {"rollout_seconds": step.rollout_seconds, "train_seconds": seconds}
-        record |= {"learning_rate": rate, "rollout_worth": config.prompts_per_step / step.limit}
+        record["rollout_worth"] = config.prompts_per_step / step.limit
         self.memory = copy.deepcopy(self.rule.memory)
         self.records.append(record)
         return record
@@ -1164,7 +1144,7 @@ def train(config, task):
                 if is_due and "evaluation" not in record:
                     record["evaluation"] = evaluate(task, config)
                     bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
-                with refusing(f"{run.metrics} cannot be written: "), run.metrics.open("a") as file:
+                with refusing(f"{run.metrics}: "), run.metrics.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 if made < number < last and number % (config.save_every or math.inf) == 0:
                     run.save()
@@ -1174,7 +1154,7 @@ def train(config, task):
     finally:
         if run.optimizer.updates == records[-1]["updates"]:  # not amid those of a step
             run.save()
-            with refusing(f"{run.out}/model cannot be written: "):
+            with refusing(f"{run.out}/model: "):
                 task.model.save_pretrained(run.out / "model")
                 task.tokenizer.save_pretrained(run.out / "model")
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1188,7 +1168,7 @@ def train(config, task):
 
 
 def main():
-    """The command line, which reports bad input in one line."""
+    """The command line."""
     sys.path.append("")  # module:name is also looked for in the current folder
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
