@@ -6,7 +6,8 @@ the rest. (TRL's `dppo` is another method.)
 
 GRPO answers each prompt several times and learns from the differences, so a group that is all right
 or all wrong teaches nothing. DPPO prunes prompts before and completions after the rollout, both at
-random, and divides a loss by its probability of being kept, so the expected gradient stays GRPO's.
+random, and divides a loss by its probability of being kept, so the expected gradient is still that
+of all candidates.
 
     python dppo.py  # a small model learns to sort digits, offline, in two minutes
     python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
@@ -61,11 +62,11 @@ class Refused(ValueError):
 
 # ---- 1. Advantages and pruning
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean, over all
-    rewards given: to centre A again after pruning would bias the gradient. A is exactly 0 if they
-    are equal, and for a missing reward (NaN). std has the divisor n - 1."""
+    """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean, with the
+    mean and std (divisor n - 1) of those that are not missing (NaN). A is exactly 0 if these are
+    equal, and where one is missing. To centre A again after pruning would bias the gradient."""
     rewards = rewards.double()
-    A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones: exactly 0
+    A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
     A = A - A.nanmean(dim=1, keepdim=True)
     if scale_by_std:
         divisor = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
@@ -99,7 +100,7 @@ def draw(pi, generator):
     order = torch.randperm(len(pi), generator=generator)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
     bounds = torch.cat([torch.zeros(1), pi[order].cumsum(0)])  # (n + 1,)
-    teeth = (bounds - u).ceil()  # before each bound; in the example 0, 0, 1, 2, 2
+    teeth = (bounds - u).ceil()  # below each bound; in the example 0, 0, 1, 2, 2
     kept = order[teeth[:-1] < teeth[1:]]
     return torch.zeros_like(pi).scatter(0, kept, 1 / pi[kept])
 
@@ -143,7 +144,7 @@ class GRPOSkip(Rule):
 
 class DPPO(Rule):
     """The paper's rule. A completion's score is |A|, and a prompt's the mean |A| of its group at
-    its last visit. (Completions without a gradient are pruned, and do not count in the mean.)"""
+    its last visit. Completions without a gradient are pruned, and only the others compared."""
 
     remembers = {"score": math.nan}
 
@@ -156,7 +157,7 @@ class DPPO(Rule):
         return needed * keep_probabilities(scores, self.config.completion_prune_rate)
 
     def remember(self, prompts, rewards, advantages):
-        for q, A in zip(prompts, advantages):  # of two visits, the later counts
+        for q, A in zip(prompts, advantages):  # twice at an epoch's end: the later counts
             self.memory["score"][q] = A.abs().mean()
 
 
@@ -199,9 +200,9 @@ class Sequence(NamedTuple):
 @torch.inference_mode()
 def decode(model, input_ids, generation_config, samples, temperature, end_ids, **inputs):
     """(prompts, tokens) ids -> (prompts * samples, max_new_tokens) ids of completions, -1 after
-    their end; their log-probabilities. `model.generate` runs this loop in place of its own, whose
-    top_k and the like would not sample from softmax(logits/temperature), which is trained."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until 5.23
+    their end; their log-probabilities. `model.generate` runs this loop in place of its own, which
+    may apply top_k and the like. Here softmax(logits/temperature) is sampled, as it is trained."""
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter before 5.23
     cache, mask = inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
     new = input_ids
@@ -287,7 +288,7 @@ def pack(lengths, capacity, lookahead=64):
 
 def pack_micro_batches(sequences, indices, config):
     """The sequences at `indices` -> micro-batches, lists of slots of indices. As attention costs
-    the square of a slot's length, that is the longest sequence's, or 128 if that is more."""
+    the square of a slot's length, a slot is as long as the longest sequence, or 128 if longer."""
     lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
     capacity = max([128, *lengths])
     slots = []
@@ -298,9 +299,9 @@ def pack_micro_batches(sequences, indices, config):
 
 
 def lay_out(sequences, slots):
-    """Lays the sequences of a slot end to end -> (slots, length, 3): of each token its id, position
-    and owner, its sequence's index if the *next* token, which it predicts, is of the completion,
-    else -1. As positions restart at 0, transformers, given no mask, keeps sequences apart."""
+    """Lays the sequences of a slot end to end -> (slots, length, 3): each token's id, position and
+    owner, which is the index of its sequence if the *next* token, which it predicts, is of the
+    completion, else -1. As positions restart at 0, transformers keeps sequences apart."""
     rows = []
     for slot in slots:
         row = []
@@ -367,9 +368,9 @@ def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. For dapo, the
-    mean length is unknown where prompts are pruned, so that of *earlier* steps, fixed before the
-    draw, replaces it. A first step takes its own, and so must prune no prompt."""
+    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. dapo wants
+    the window's mean length, unknown where prompts are pruned. A moving mean of *earlier* steps,
+    fixed before the draw, replaces it. A first step takes its own, and so must prune no prompt."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
@@ -412,7 +413,7 @@ class Step:
     sequences: list  # B G, group by group
     rewards: torch.Tensor  # (B, G)
     A: torch.Tensor  # (B, G)
-    mean_length: float  # so far
+    mean_length: float  # moving mean
     updates: list  # metrics of each
     rollout_seconds: float
 
@@ -426,7 +427,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     of its prompt, the gradient of L_hat is on average that of L.
 
     The paper averages over what it keeps, weighted by C/(1 - P), which is the same if C is
-    kept/total, as we read it: (1/kept) C/(1 - P) = 1/(total pi) = w/(N G) (Horvitz-Thompson)."""
+    kept/(N G), as we read it: (1/kept) C/(1 - P) = 1/(N G pi) = w/(N G) (Horvitz-Thompson)."""
     G = config.group_size
 
     # 1. Prune prompts, from memory.
@@ -464,8 +465,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     # 6. Remember. A step that fails before its first update has changed nothing.
     rule.remember(prompts, rewards, A)
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
-    length = 0.9 * (mean_length or length) + 0.1 * length
-    return Step(limit, N, prompts, w_q, weights[0], sequences, rewards, A, length, updates, seconds)
+    moving = 0.9 * (mean_length or length) + 0.1 * length
+    return Step(limit, N, prompts, w_q, weights[0], sequences, rewards, A, moving, updates, seconds)
 
 
 # ======== Part II: beyond the paper ========
@@ -473,15 +474,15 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 
 def proportional_probabilities(scores, rate, top):
     """Scores >= 0 -> float64 pi: a line from 1 - rate at score 0 to 1 at `top`, and 1 above it,
-    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so that no weight exceeds
-    1/(1 - rate), with pi in proportion to the score, best for the norm of a gradient (Neyman)."""
+    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so that no 1/pi exceeds
+    1/(1 - rate), and pi in proportion to the score, best if it is a gradient's norm (Neyman)."""
     share = (scores.double() / top).clamp(max=1)  # 0/0 is NaN
     return (1 - rate * (1 - share)).nan_to_num(1.0)
 
 
 class ProportionalDPPO(Rule):
     """What teaches most is always kept, what teaches nothing with probability 1 - r, and a step
-    rolls out only as many prompts as have the noise of prompts_per_step unpruned ones. A completion
+    rolls out as few prompts as give the noise of prompts_per_step unpruned ones. A completion
     scores w_q |A|, and a prompt the root of the mean A^2 to expect of its next group: prompts of a
     similar success rate share a bin, which learns the mean of what they teach when they return."""
 
@@ -495,7 +496,7 @@ class ProportionalDPPO(Rule):
         super().__init__(config, prompt_count)
         x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles
         self.memory["visits"] = torch.full_like(x, 4)  # a guess worth four
-        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # sum of mean A^2
+        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # sin^2 = 4p(1 - p)
         self.memory["range"] = torch.full((2,), math.nan).double()  # of rewards so far
 
     def bin_of_prompts(self):
@@ -516,10 +517,10 @@ class ProportionalDPPO(Rule):
         return torch.where(visited, squares, squares[visited].mean().nan_to_num(1.0))
 
     def prompts_to_keep(self, upcoming):
-        """prompts_per_step over the worth of a rollout, the ratio of the noise of k prompts without
-        pruning, mean(s^2)/k, to that with it, mean(pi) mean(s^2/pi)/k, for expected squares s^2."""
+        """prompts_per_step over a rollout's worth: the noise of k unpruned prompts, mean(s^2)/k,
+        over that of k kept of k/mean(pi), mean(pi) mean(s^2/pi)/k, for expected squares s^2."""
         pi = self.prompt_probabilities()
-        window = upcoming[pi[upcoming].cumsum(0) <= self.config.prompts_per_step]
+        window = upcoming[pi[upcoming].cumsum(0) <= self.config.prompts_per_step + 1e-9]
         pi, squares = pi[window], self.expected_squares()[window]
         worth = squares.mean() / (pi.mean() * (squares / pi).mean())
         return max(1, round(self.config.prompts_per_step / max(1.0, worth.item())))
@@ -545,15 +546,16 @@ class ProportionalDPPO(Rule):
         memory["range"] = torch.stack(seen[~seen.isnan()].aminmax())
         lowest, highest = memory["range"]
 
-        # In units of the range, A^2 fits the guess, also for dr_grpo.
+        # In units of the range or, for dr_grpo, of half of it, A^2 fits the guess.
         scale_by_std = self.config.objective != "dr_grpo"
         A = group_advantages((rewards - lowest) / (highest - lowest), scale_by_std)
+        squares = A.square().mean(dim=1) * (1 if scale_by_std else 4)
         memory["visits"] *= self.forget
         memory["squares"] *= self.forget
-        for q, group, square in zip(prompts, rewards, A.square().mean(dim=1)):
+        for q, group, square in zip(prompts, rewards, squares):
             if bins[q] >= 0 and not group.isnan().all():
                 memory["visits"][bins[q]] += 1
-                memory["squares"][bins[q]] += square  # unweighted, as a bin has one pi
+                memory["squares"][bins[q]] += square  # unweighted: a bin has one pi
             reward = group.nanmean().nan_to_num(lowest.item())  # if none: the lowest
             memory["rewards"][q] = self.decay * memory["rewards"][q] + len(group) * reward
             memory["count"][q] = self.decay * memory["count"][q] + len(group)
@@ -686,7 +688,7 @@ REWARDS = {"gsm8k": gsm8k, "exact": exact}
 # ---- 8. Tasks
 @dataclass
 class Task:
-    train: list  # of examples: prompt (text or messages), prompt_ids, and the columns of the data
+    train: list  # examples: prompt (text or messages), prompt_ids, the data's columns
     evals: dict  # name: examples
     tokenizer: object
     reward: object  # a function
@@ -787,7 +789,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     is_ours = config.reward in REWARDS
     if not prompts or (is_ours and not answers):
         raise Refused(f"{spec} has {rows.column_names}: set --prompt_column and --answer_column")
-    # Keep what can be trained on, and the reasons against the rest.
+    # Keep what can be trained on, and why not the rest.
     examples, left_out = [], {}
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
     for row in tqdm(rows.shuffle(seed=0), spec, leave=False, delay=5):  # alike for every --seed
@@ -848,7 +850,7 @@ def sorting_example(name, rng, tokenizer):
 
 
 def sorting_task(config):
-    """The embedded task, as yet without its model. Only the middle class is evaluated."""
+    """The same of the embedded task, of which only the middle class is evaluated."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     train = []
     for name, (size, _, _) in SORTING.items():
@@ -908,7 +910,7 @@ def flag(default, text):
 
 
 def find(name, value, known):
-    """What a setting names: one of those that are known, or module:name."""
+    """What a setting names: a known one, or module:name."""
     try:
         found = known.get(value) or pkgutil.resolve_name(value)
         if not callable(found):
@@ -1009,7 +1011,7 @@ def record_of(step, task):
 
 
 def account_of(records, config):
-    """Yields what to tell of the steps that follow the first of these records."""
+    """Yields what to tell of the steps after the first record."""
     before, *steps = records
     if steps[-1]["updates"] == before["updates"]:
         why = "all rewards of a group were equal"
@@ -1032,7 +1034,7 @@ def account_of(records, config):
 
 @contextmanager
 def writing(path):
-    """Gives a path to write to. What is written there replaces `path` when it is whole."""
+    """Gives a path to write to, which replaces `path` when it is whole."""
     with refusing(f"{path}: "), TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder, path.name)
         yield partial
@@ -1058,7 +1060,7 @@ class Run:
             elif config.history:
                 self.restore(Path(config.history))
             self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
-            # Last of all, so that a run that is refused leaves no folder.
+            # Last of all: a run that is refused leaves no folder.
             self.out.mkdir(parents=True, exist_ok=bool(config.resume))
             with writing(self.out / "config.json") as path:
                 path.write_text(json.dumps(asdict(config), indent=2))
@@ -1066,7 +1068,7 @@ class Run:
                 path.write_text("".join(json.dumps(record) + "\n" for record in self.records[:-1]))
 
     def restore(self, folder):
-        """Takes over what the run in a folder remembers and, to go on with it, all the rest."""
+        """Takes over a run's memory and, to go on with it, all the rest."""
         saved = torch.load(folder / "checkpoint.pt", "cpu", mmap=True)
         goes_on = folder == self.out
         for name in sorted(self.settings.keys() - FREE) if goes_on else ["method", "prompts"]:
@@ -1122,7 +1124,7 @@ class Run:
 
 
 def train(config, task):
-    """Makes a run, or the rest of one. However that ends, its last whole step is saved."""
+    """Makes a run, or its rest. However it ends, its last whole step is saved."""
     run = Run(config, task)
     records, record = run.records, run.records[-1]
     made = record["step"]
@@ -1159,7 +1161,7 @@ def train(config, task):
                 task.tokenizer.save_pretrained(run.out / "model")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # The last line tells what has become of the run.
+    # The last line tells what became of the run.
     before, after = records[0]["evaluation"], record["evaluation"]
     gains = [f"accuracy of {name} {before[name]:.2f} -> {after[name]:.2f}" for name in task.evals]
     seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in records[1:])
