@@ -69,10 +69,10 @@ def group_advantages(rewards, scale_by_std=True):
     A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
     A = A - A.nanmean(dim=1, keepdim=True)
     if scale_by_std:
-        divisor = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+        divisor = ((~rewards.isnan()).sum(dim=1, keepdim=True) - 1).clamp(min=1)
         std = (A.square().nansum(dim=1, keepdim=True) / divisor).sqrt()
         A = A / (std + 1e-4)
-    return A.nan_to_num(0.0)
+    return A.masked_fill(rewards.isnan(), 0.0)
 
 
 def has_gradient(advantages, beta):
@@ -905,7 +905,7 @@ FREE = {"steps", "eval_every", "save_every", "rollout_batch_size", "micro_batch_
 
 
 def flag(default, text):
-    """A field: default, or a pair (with --model, for the embedded task), and help."""
+    """A field: default, or a pair (with --model, without), and help."""
     return field(default=default, metadata={"help": text, "metavar": ""})
 
 
@@ -1099,7 +1099,7 @@ class Run:
             print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     def make_step(self):
-        """Makes the next step -> its record."""
+        """Makes a step -> its record."""
         started_at = time.perf_counter()
         config, last = self.config, self.records[-1]
         number, seen = last["step"] + 1, last["candidates_so_far"]
@@ -1161,7 +1161,7 @@ def train(config, task):
                 task.tokenizer.save_pretrained(run.out / "model")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # The last line tells what became of the run.
+    # Tell what became of the run.
     before, after = records[0]["evaluation"], record["evaluation"]
     gains = [f"accuracy of {name} {before[name]:.2f} -> {after[name]:.2f}" for name in task.evals]
     seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in records[1:])
