@@ -218,7 +218,7 @@ class Given:
         return self.descent(partial(self.update, shares, advantages=advantages))
 
 
-ONCE, ONE_TWICE, UNLIKELY = [0, 1, 2, 3, 4, 5], [2, 0, 2, 1, 3, 5], [2, 4]
+ONCE, ONE_TWICE, UNLIKELY = [0, 1, 2, 3, 4, 5], [2, 0, 2, 1, 5, 3], [2, 4]
 STEPS = [(PAPER, "grpo", 0.0, 3, ONCE), (OURS, "grpo", 0.0, 5, ONCE), (OURS, "grpo", 0.1, 3, ONCE)]
 STEPS += [(PAPER, "gspo", 0.1, 3, ONCE), (OWN, "dapo", 0.0, 3, [2, 3, 4])]
 STEPS += [(PAPER, "dr_grpo", 0.0, 3, ONE_TWICE), (OWN, "grpo", 0.0, 3, UNLIKELY)]
@@ -668,7 +668,7 @@ def test_the_learning_rate_rises_over_the_warm_up(out):
         assert saved["lr"] == pytest.approx(expected)
 
 
-# ==== Part II: our rule ====
+# ==== Part II: our rule, and the lemmas on its line and on what a rollout is worth ====
 def test_the_line_of_completions_ends_at_their_mean_and_counts_w_q():
     advantages = torch.tensor([[3.0, -1.0, -2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]).double()
     rule = dppo.ProportionalDPPO(Config(completion_prune_rate=0.6), 3)
@@ -722,7 +722,6 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     square *= 4 if objective == "dr_grpo" else 1  # in units of half of the range
     left = 4 * rule.forget**2  # of the guess, which was worth four visits
     learned = {15: (left * guess[15] + 2 * square) / (left + 2), 8: left * guess[8] / (left + 1)}
-    assert rule.bin_of_prompts()[[2, 3, 4]].tolist() == [8, 1, 5]
     expected = rule.expected_squares()
     assert expected[2:5].allclose(torch.stack([learned[8], guess[1], guess[5]]))
     assert (rule.memory["squares"] / rule.memory["visits"])[15].allclose(learned[15])
@@ -732,8 +731,9 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     assert pi[6:].eq(1).all()
 
     # Sums decay. A missing reward is like the rest of its group or, without any, the lowest.
+    visit([6], missing)
     d = rule.decay
-    counts = torch.tensor([4 * d**2 + 4 * d + 4, 4 * d + 4, 4, 4, 4, 4 * d + 4, 0, 0, 0]).double()
+    counts = torch.tensor([4 * d**2 + 4 * d + 4, 4 * d + 4, 4, 4, 4, 4 * d + 4, 4, 0, 0]).double()
     right = torch.tensor([4 * d**2 + 2 * d + 2, 2 * d + 4, 2, 0, 1, 2 * d, 0, 0, 0]).double()
     assert rule.memory["count"].allclose(counts)
     assert rule.memory["rewards"].allclose(low * counts + size * right)
@@ -1085,7 +1085,7 @@ REFUSED = [
     (OWN_DATA + "no/such/file.jsonl", "no/such/file.jsonl cannot be read"),
     (OWN_DATA + "half.jsonl", "half.jsonl cannot be read: .*JSON"),
     (OWN_DATA + "parts.jsonl", "parts.jsonl has .*'1='.* can only concatenate list"),
-    ("--model no/such/model --dataset one.jsonl", "no/such/model cannot be loaded"),
+    ("--model . --dataset one.jsonl", "[.] cannot be loaded"),  # for a reason of several lines
 ]
 
 
