@@ -1,4 +1,4 @@
-"""Tests of the modules in the notebook, math_reward.py and dppo_trl.py, and of the rules in README.
+"""Tests of what the notebook and README give to fork: rules, math_reward.py and dppo_trl.py.
 
 python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is installed
 """
@@ -23,9 +23,14 @@ from test_dppo import (
     REWARDS,
     G,
     every_result,
+    metrics,
     random_sequences,
+    recorded,
     rule_with_history,
+    run,
+    seldom_teaches,
     tiny_model,
+    tiny_task,
     tiny_tokenizer,
 )
 
@@ -39,6 +44,56 @@ def from_the_notebook(first, **known):
     module = known | {"__name__": "example"}
     exec("#" + code.split("\n```")[0], module)  # the rest of the first line is no code
     return module
+
+
+# ==== The notebook's rules ====
+def rules_of_the_notebook():
+    """What the cells define that have CPPO and GRESO."""
+    known = {"__name__": "example"}
+    exec("import itertools, math, dppo, torch\nfrom unittest.mock import Mock, patch", known)
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        code = "".join(cell["source"])
+        if "class CPPO(" in code or "class GRESO(" in code:
+            exec(code, known)
+    return known
+
+
+def train_with(rule, folder, monkeypatch):
+    """A run of four steps, in which every second prompt teaches -> its folder."""
+    monkeypatch.setattr(sys.modules[__name__], "Rival", rule, raising=False)
+    task = tiny_task(seldom_teaches, prompts=64)
+    run(folder / "run", task, method=f"{__name__}:Rival", prompts_per_step=4, steps=4)
+    return folder / "run"
+
+
+def test_cppo_trains_the_largest_advantage_of_each_group(monkeypatch, tmp_path):
+    out = train_with(rules_of_the_notebook()["CPPO"], tmp_path, monkeypatch)
+    for record in metrics(out)[1:]:
+        assert record["prompts_rolled"] == 4
+        teach = 4 * (1 - record["zero_variance_fraction"])
+        assert record["completions_trained"] == round(teach)  # floor(0.3 * 4) = 1 of each
+
+
+def test_greso_refills_its_batch_with_groups_that_teach(monkeypatch, tmp_path):
+    known = rules_of_the_notebook()
+    monkeypatch.setattr(dppo, "dppo_step", known["refilled_step"])
+    out = train_with(known["GRESO"], tmp_path, monkeypatch)
+    assert recorded(out, "completions_trained") == [16] * 4  # four whole groups
+    assert all(prompts > 4 for prompts in recorded(out, "prompts_rolled"))
+    assert recorded(out, "updates") == [1, 2, 3, 4]
+
+
+def test_greso_keeps_a_prompt_with_p_to_the_power_of_its_streak():
+    rule = rules_of_the_notebook()["GRESO"](dppo.Config(), 4)
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    for _ in range(2):  # a third each is always right, never right, and teaches
+        rule.remember(torch.arange(3), rewards, dppo.group_advantages(rewards))
+    p = 0.5 - 0.02  # both kinds have more than their share
+    assert torch.allclose(rule.prompt_probabilities(), torch.tensor([p**2, p**2, 1, 1]).double())
+    rule.remember(torch.tensor([0]), rewards[[1]], torch.zeros(1, 2))
+    pi = torch.tensor([p - 0.01, (p - 0.01) ** 2, 1, 1]).double()  # from then on, never right
+    assert torch.allclose(rule.prompt_probabilities(), pi)
+    assert rule.memory["p_easy"][0] == pytest.approx(p + 0.01)
 
 
 # ==== README's rules ====
@@ -168,13 +223,14 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
     def step(prompts, entry):
         trainer.windows.queue = [entry]
         length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
-        trainer.means = dppo.Means(length=length)
+        trainer.mean_length = length
         return gradient_of(trainer, prompts)
 
     expectation = torch.zeros_like(full)
-    for p, (prompts, entry) in every_result(pick):
-        size, kept, _ = entry
-        assert len(prompts) == N * G and size == N > len(kept)
+    windows = every_result(pick)
+    assert min(len(kept) for _, (_, (_, kept, _)) in windows) < N
+    for p, (prompts, entry) in windows:
+        assert len(prompts) == N * G and entry[0] == N
         for p_completions, (gradient, trained) in every_result(partial(step, prompts, entry)):
             assert trained < N * G
             expectation += p * p_completions * gradient
