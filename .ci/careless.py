@@ -1,470 +1,348 @@
 r"""Tests the tests: makes careless changes in dppo.py, one at a time, and runs the tests on each.
 
-python .ci/careless.py [WORD]    all changes, or those with WORD in their name
+    python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
+
+They are mistakes that a researcher may make in the paper's algorithm or in our rule. After "-" is
+what dppo.py has, in one place; after "#" what happened; and after "+" what is there instead. Tests
+with one of the words after "##" in their name run first, then all others but the slow one.
 """
 
+import importlib
 import io
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
-import datasets  # noqa: F401
 import pytest
-import tokenizers  # noqa: F401
-import torch  # noqa: F401
-import transformers  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
-# For each change, its name and the tests to try first; what dppo.py has; what takes its place.
+LIBRARIES = ("datasets", "tokenizers", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3")
 CHANGES = r"""
-# the weights dropped: expectation_one
-- scatter(0, kept, 1 / pi[kept])
-+ scatter(0, kept, 1)
-# the prompts' weights left out: shares
-- w = w_q[:, None] * prune_completions(
-+ w = prune_completions(
-# the prompts' weights not handed on: shares
-- prune_completions(rule, A, w_q, generator)
-+ prune_completions(rule, A, w_q * 0 + 1, generator)
-# N left out: shares
-- w / (N * G * Z)
-+ w / (len(prompts) * G * Z)
-# G left out: shares
-- w / (N * G * Z)
-+ w / (N * Z)
-# Z left out: shares
-- w / (N * G * Z)
-+ w / (N * G)
-# the weights of the first draw used for every update: shares
-- for w in weights:
-+ for w in weights[:1] * len(weights):
-# divided by those that are kept: linear
-- loss = share[owner] @ losses
-+ loss = share[owner] @ losses / len(batch)
-# advantages centred again: linear
-- = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
-+ = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A - A[batch].mean(), config)
-# advantages of other completions: linear
-- = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
-+ = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A.roll(1), config)
-# tokens that belong to other completions: linear
-- owners = [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
-+ owners = [-1] * (len(prompt) - 1) + [slot[0]] * len(completion) + [-1]
-# dr_grpo scaled: shares
-- scale_by_std=config.objective != "dr_grpo"
-+ scale_by_std=True
-# a completion without a reward has an advantage: advantages
-- return advantages.masked_fill((lowest == highest) | ~given, 0.0)
-+ return advantages.masked_fill(lowest == highest, 0.0)
-# the std of all that have no reward, too: advantages
-- std = (squares / (given.sum(dim=1, keepdim=True) - 1)).sqrt()
-+ std = (squares / (given.shape[1] - 1)).sqrt()
-# rounding makes a low set: floor_of
-- scores.nanmean() * (1 - 1e-6)
-+ scores.nanmean()
-# the lowest pruned for certain: floor_of
+## advantages_are
+- A.nanmean(dim=1, keepdim=True)
+# the batch's mean instead of the group's
++ A.nanmean()
+- .sum(dim=1, keepdim=True) - 1
+# std with the divisor n
++ .sum(dim=1, keepdim=True)
+- rewards = rewards.double()
+# a missing reward counts as 0
++ rewards = rewards.double().nan_to_num(0.0)
+- A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
+# groups of equal rewards have advantages by rounding
++ A = rewards
+
+## floor_of, gradient, last_visit
+- low = scores < scores
+# high scores pruned instead of low ones
++ low = scores > scores
 - masked_fill(low, (k - pruned) / max(1, k))
-+ index_fill(0, low.nonzero().squeeze(1)[:pruned], 0.0)
-# zeros count in the mean of completions: gradient_go_first
-- scores = advantages.abs().masked_fill(~trainable, math.nan)
-+ scores = advantages.abs()
-# A = 0 left out with KL, too: expectation_one
+# the lowest pruned for certain
++ index_fill(0, scores.argsort()[:pruned], 0.0)
 - return (advantages != 0) | (beta > 0)
+# completions with A = 0 pruned in spite of KL
 + return advantages != 0
-# no floor with KL: expectation_one
-- floor = self.floor if self.config.beta > 0 else 0.0
-+ floor = 0.0
-# the prompt's weight not in the score: scored
-- scores = advantages.abs() * prompt_weights[:, None]  # (B, G)
+- scores = torch.where(needed, advantages.abs(), math.nan)
+# completions scored by A, not |A|
++ scores = torch.where(needed, advantages.relu(), math.nan)
+# completions without a gradient lower the mean
 + scores = advantages.abs()
-# a score is the sum: last_visit
+- remembers = {"score": math.nan}
+# prompts are low before their first visit
++ remembers = {"score": 0.0}
 - self.memory["score"][q] = A.abs().mean()
-+ self.memory["score"][q] = A.abs().sum()
-# the first of two visits in a window counts: last_visit
-- for q, A in zip(prompts, advantages):
-+ for q, A in zip(prompts.flip(0), advantages.flip(0)):
-# the memory of pruned prompts lost: advantages_and_shares
-- rule.remember(prompts, rewards, A)
-+ rule.remember(torch.arange(len(task.train))[:len(prompts)], rewards, A)
-# the window as large as the batch: window
-- N = int((pi.cumsum(0) <= limit + 1e-9).sum())
-+ N = limit
-# unlikely prompts may leave a batch empty: exactly_one
-- pi = pi / pi.sum().clamp(max=1)
-+ pass
-# a biased rule's losses summed: biased_rule
-- w = (w > 0) * (N * G / (w > 0).sum().clamp(min=1))
-+ w = (w > 0).double()
-# a biased rule keeps its weights: biased_rule
-- if not rule.unbiased:  # L_hat
-+ if False:  # L_hat
-# attention across sequences: packing
-- position_ids=position_ids, use_cache=False
-+ use_cache=False
-# trained off by one: packing
-- [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
-+ [-1] * len(prompt) + [i] * len(completion)
-# temperature not in the trained logits: packing
-- head(hidden).float().div_(temperature)
-+ head(hidden).float()
-# clipped on one side: formula
-- rho.clamp(1 - down, 1 + up)
-+ rho.clamp(max=1 + up)
-# gspo's ratio a sum: formula
-- scatter_reduce(0, owner, log_ratio, "mean", include_self=False)
-+ scatter_reduce(0, owner, log_ratio, "sum")
-# KL the wrong way round: formula
-- log_ref_ratio = ref_logprobs - logprobs
-+ log_ref_ratio = logprobs - ref_logprobs
-# KL of the policy itself: later_updates
-- ref = frozen_logprobs(reference, sequences, trained, config)
-+ ref = frozen_logprobs(task.model, sequences, trained, config)
-# the old policy lost: later_updates
-- old if updates else None
-+ None
-# the first of several updates clips what is rounding: later_updates
-- old if updates else None
-+ old
-# dapo's own length: shares
-- "dapo": mean_length or lengths.mean()}
-+ "dapo": lengths.mean()}
-# dapo's length without the prompts' weights: running_means
-- length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
-+ length = lengths.mean().item()
-# the gradient clipped at another norm: clipped
-- clip_grad_norm_(model.parameters(), config.max_grad_norm)
-+ clip_grad_norm_(model.parameters(), 1e9)
-# momentum without a gradient: moves_nothing
-- if 0 < grad_norm < math.inf:
-+ if grad_norm < math.inf:
-# updates that are not finite made: moves_nothing
-- if 0 < grad_norm < math.inf:
-+ if grad_norm != 0:
-# gradients kept: in_one or moves_nothing
--     model.zero_grad()
--     tokens = sum
-+     tokens = sum
-# probabilities above 1 pass: in_silence
-- (pi <= 1 + 1e-9)
-+ (pi <= 9)
-# an unbiased rule may never keep: in_silence or 3_removing
-- (rule.unbiased and (pi[needed] == 0).any())
-+ False
-# bins learn from first visits: next_visit
-- if place[q] >= 0 and not group.isnan().all():
-+ if not group.isnan().all():
-# bins by the reward of this visit: next_visit
-- memory, place = self.memory, self.bin_of_prompts()
--         memory["visits"] *= self.forget
-+ memory, place = self.memory, self.bin_of_prompts()
-+         place[prompts] = (rewards.mean(dim=1) * 8).long()
-+         memory["visits"] *= self.forget
-# a bin's score is the mean square itself: next_visit
-- (self.memory["squares"] / self.memory["visits"]).sqrt()[place]
-+ (self.memory["squares"] / self.memory["visits"])[place]
-# a group without any reward teaches a bin: next_visit
-- if place[q] >= 0 and not group.isnan().all():
-+ if place[q] >= 0:
-# the next window starts anew: every_epoch
-- order[start : start + prompt_count]
-+ order[:prompt_count]
-# every epoch the same order: every_epoch
-- random.Random(f"{seed}, {number}")
-+ random.Random(f"{seed}")
-# bfloat16 sums: below_bfloat16
-- weight.grad_dtype = torch.float32
-+ pass
-# masters not rounded back: below_bfloat16
-- weight.copy_(master)
--             master.grad
-+ pass
-+             master.grad
-# samples at temperature 1: samples
+# a prompt's score is |mean A|, which is 0
++ self.memory["score"][q] = A.mean().abs()
+# scores remembered at the place in the batch
++ self.memory["score"][: len(prompts)] = advantages.abs().mean(dim=1)
+
+## four_gradients, draw_keeps, expectation_one, exceed, exactly_one, for_certain
+- scatter(0, kept, 1 / pi[kept])
+# weights forgotten
++ scatter(0, kept, 1)
+# 1/pi clipped
++ scatter(0, kept, (1 / pi[kept]).clamp(max=2))
+# 1/P instead of 1/pi
++ scatter(0, kept, 1 / (1 - pi[kept]))
+# weights scaled to a mean of 1 (self-normalised importance sampling)
++ scatter(0, kept, len(pi) / pi[kept] / (1 / pi[kept]).sum())
+# weights at the places of the shuffled items
++ scatter(0, (teeth[:-1] < teeth[1:]).nonzero()[:, 0], 1 / pi[kept])
+- kept = order[teeth[:-1] < teeth[1:]]
+# each item has a coin of its own
++ kept = (torch.rand(len(pi), generator=generator) < pi).nonzero()[:, 0]
+# drawn without replacement in proportion to pi, as by numpy.random.choice
++ kept = pi.multinomial(int(pi.sum().round()), generator=generator)
+# the likeliest kept for certain
++ kept = pi.topk(int(pi.sum().round()))[1]
+- order = torch.randperm(len(pi), generator=generator)
+# items lie in their own order, so neighbours exclude each other
++ order = torch.arange(len(pi))
+- u = torch.rand(1, generator=generator, dtype=torch.float64)
+# drawn with the random numbers of rollouts
++ u = torch.rand(1, dtype=torch.float64)
+- draw(pi.flatten(), generator).view_as(pi)
+# weights of other completions
++ draw(pi.T.flatten(), generator).view_as(pi)
+- return len(window), window[kept]
+# prompts looked at until enough have survived
++ return int(kept.nonzero().max()) + 1, window[kept]
+# N is the number of survivors
++ return int(kept.sum()), window[kept]
+- window = upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]
+# the window as large as the batch
++ window = upcoming[:limit]
+- draw(pi / pi.sum().clamp(max=1), generator)
+# drawn with one pi, weighted by another
++ (draw(pi / pi.sum().clamp(max=1), generator) > 0) / pi
+
+## samples_have, padded_prompts, only_models
 - .logits[:, -1].float() / temperature
+# sampled at temperature 1
 + .logits[:, -1].float()
-# a row that has ended stays: padded
+- positions = (mask.cumsum(dim=1) - 1)
+# padding counted in positions
++ positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
 - if len(live) < len(rows):
+# completions go on after their end
 + if False:
-# a position off by one: accepted
-- positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-+ positions = mask.cumsum(dim=1)
-# the mask of a padded prompt lost: padded
-- state = {"attention_mask": mask,
-+ state = {"attention_mask": torch.ones_like(mask),
-# the log-probability of the most likely token: padded
-- distribution.gather(1, new).squeeze(1)
-+ distribution.amax(dim=1)
-# the end id 0 taken for padding: padded
-- row[row >= 0].tolist()
-+ row[row > 0].tolist()
-# the model's own end ids only: rotary
-- tokenizer.eos_token_id} - {None}
-+ 1} - {None, 1}
-# the end of a turn is not an end: assistant_s_message
-- ids.add(next(
-+ {*ids}.add(next(
-# logits not compared: accepted
-- <= 1e-2 * logits
-+ <= 9e9 * logits
-# sampling that is NaN passes: noticed
-- if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1)
-+ if difference > (1e-3 if model.dtype == torch.float32 else 0.1)
-# differences that cancel: noticed
-- (trained[: len(sampled)] - sampled).abs().mean()
-+ (trained[: len(sampled)] - sampled).mean().abs()
-# a check of short sequences alone: accepted
-- slots = [range(8), [8]]
-+ slots = [range(8)]
-# weights of a model rounded with its buffers: rotary
-- task.model = model.to(DEVICE).eval()
-+ task.model = model.to(DEVICE, DTYPE).eval()
-# what is evaluated is trained on: a_fifth
-- train.pop(ids, None)  # what
-+ pass  # what
-# data by the seed: a_fifth
-- load_rows(spec, split).shuffle(seed=0)
-+ load_rows(spec, split).shuffle(seed=config.seed)
-# chats without the assistant's turn: chat_templates
-- "add_generation_prompt": not goes_on
-+ "add_generation_prompt": False
-# what the assistant began is closed: continued
-- "continue_final_message": goes_on
-+ "continue_final_message": False
-# the dataset's columns win over the answer that was named: columns
-- row | answer if is_ours else answer | row
-+ answer | row
-# evaluations differ: same_each_time
-- transformers.set_seed(config.seed % 2**32)  # the same every time
-+ pass
-# reward means unweighted: estimate_means
-- w_q = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,)
-+ w_q = (~step.rewards.isnan().all(dim=1)).double()
-# a checkpoint written in place: dies_saving
-- torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "partial.pt")
--     (out / "partial.pt").replace(out / "checkpoint.pt")
-+ torch.save(saved | {"optimizer": optimizer.state_dict()}, out / "checkpoint.pt")
-# checkpoints may run code: with_history
-- "checkpoint.pt"), "cpu", weights_only=True,
-+ "checkpoint.pt"), "cpu", weights_only=False,
-# rounded weights in the checkpoint: in_one
-- "weights": optimizer.masters}
-+ "weights": optimizer.weights}
-# masters not resumed: in_one
-- master.copy_(value)
-+ pass
-# the optimizer not resumed: in_one
-- optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # or
-+ pass  # or
-# memory not resumed: in_one
-- rule.memory |= copy.deepcopy(saved["memory"])
-+ pass
-# records of steps that are repeated stay: anew or ctrl_c
-- (out / "metrics.jsonl").open("w")
-+ (out / "metrics.jsonl").open("a")
-# history draws as before: with_history
-- first["candidates_so_far"] = earlier[-1]["candidates_so_far"]
-+ pass
-# a mean length that depends on the draw: with_history
-- first["means"]["length"] = earlier[-1]["means"]["length"]
-+ pass
-# worth of other settings inherited: with_history
-- first["means"]["length"] = earlier[-1]["means"]["length"]
-+ first["means"] = earlier[-1]["means"]
-# every step the same seed: random_numbers
-- (1_000_003 * config.seed + seen)
-+ (1_000_003 * config.seed)
-# draws with the seed of the samples: random_numbers
-- manual_seed(torch.randint(2**32, ()).item())
-+ manual_seed(torch.initial_seed())
-# no warm-up: warm_up
-- min(1.0, number / max(1, config.warmup_steps))
-+ 1.0
-# the reference a trained policy: in_one
-- reference = copy.deepcopy(task.model) if config.beta > 0 else None
--     optimizer = MasterAdam(task.model, config.learning_rate)
--     out, records = start(config, task, rule, optimizer)
-+ optimizer = MasterAdam(task.model, config.learning_rate)
-+     out, records = start(config, task, rule, optimizer)
-+     reference = copy.deepcopy(task.model) if config.beta > 0 else None
-# the last evaluation not recorded: not_made_twice
-- or number in (0, last)) and
-+ or number == 0) and
-# Ctrl-C without a checkpoint: ctrl_c
-- if optimizer.updates == records[-1]["updates"]:  # not
-+ if records[-1]["step"] == config.steps:  # not
-# two runs in a folder: two_runs
-- exist_ok=bool(config.resume))
-+ exist_ok=True)
-# kl has no gradient: formula
-- log_ref_ratio = ref_logprobs - logprobs
-+ log_ref_ratio = ref_logprobs - logprobs.detach()
-# zero scores count in the proportional rule: as_many_as
-- keep_probabilities(scores[scores != 0], rate)
-+ keep_probabilities(scores, rate)
-# zeros lie at the floor: share_what
-- clamp(min=1e-100 if floor > 0 else 0.0)  # NaN stays
--     keep = keep_probabilities(scores[scores != 0], rate)
-+ clamp(min=0.0)
-+     keep = keep_probabilities(scores if floor > 0 else scores[scores != 0], rate)
-# only the first end id ends a row: padded
-- live = (~torch.isin(new.squeeze(1), end_ids)).nonzero().squeeze(1)
-+ live = (new.squeeze(1) != end_ids[0]).nonzero().squeeze(1)
-# what cannot be graded counts as wrong: rewards_compare
-- rewards.append(None if wanted in (None, "") else float(is_right))
-+ rewards.append(float(is_right))
-# reasoning that does not end is graded: rewards_compare
-- is_right = not unfinished and read_text
-+ is_right = read_text
-# a comma left out anywhere: numbers
-- [1-9][0-9]{{0,2}}({COMMA}[0-9]{{3}})+(?![0-9])
-+ [0-9]+({COMMA}[0-9]+)+
-# what cannot be graded rolled out: on_the_hub
-- [answer["answer"]]) == [None]:
-+ [answer["answer"]]) == []:
-# csv as pandas guesses: on_the_hub
-- options | TEXT if builder.info.builder_name == "csv" else options
-+ options | TEXT if source == path else options
-# exact on what JSON guessed: bad_data
-- if config.reward == "exact" and not re.match
-+ if False and not re.match
-# reference is the trained model itself: later_updates
-- reference = copy.deepcopy(task.model) if config.beta > 0 else None
-+ reference = task.model if config.beta > 0 else None
-# the old policy taken anew before every update: later_updates
-- for w in weights:
-+ for w in weights:
-+         old = frozen_logprobs(task.model, sequences, later, config)
-# a missing reward makes the whole group worthless: advantages
-- rewards.nanmean(dim=1, keepdim=True)
-+ rewards.mean(dim=1, keepdim=True)
-# prompts scored by the root mean square: last_visit
-- self.memory["score"][q] = A.abs().mean()
-+ self.memory["score"][q] = A.square().mean().sqrt()
-# the low set of each group: gradient_go_first
-- trainable * keep_probabilities(scores, self.config.completion_prune_rate)
-+ trainable * torch.stack(
-+             [keep_probabilities(row, self.config.completion_prune_rate) for row in scores]
-+         )
-# trained at temperature 1: later_updates
-- completion_logprobs(model, sequences, slots, config.temperature)
--         old_logprobs
-+ completion_logprobs(model, sequences, slots, 1.0)
-+         old_logprobs
-# a share in the record for a weight: shares
-- "w": weights[0],
-+ "w": inputs[2],
-# worth from this step instead of earlier ones: exactly_one or shares
-- limit = max(1, round(config.prompts_per_step / max(1, means.worth(means.pruned))))
-+ N, prompts, w_q = prune_prompts(rule, upcoming, config.prompts_per_step, generator)
-+     limit = max(1, round(config.prompts_per_step / float(w_q.mean())))
-# more rollouts than without pruning: no_more
-- max(1, means.worth(means.pruned))))
-+ means.worth(means.pruned)))
-# worth of prompts alone decides: shares
-- means.worth(means.pruned))))
-+ means.worth(means.prompts_pruned))))
-# weights not squared in the noise: noise
-- B / N * w**2)
-+ B / N * w)
-# the noise without B: running_means
-- w_q, B = w_q[:, None], len(A)
-+ w_q, B = w_q[:, None], 1
-# the noise without N: noise
-- .mean(dim=1).sum().item() / N
-+ .mean(dim=1).mean().item()
-# the noise without pruning not weighted: noise
-- weights = (w_q, B
-+ weights = (w_q > 0, B
-# steps without a gradient count as noise: running_means
-- if not A.any():  # the step
-+ if False:  # the step
-# worth starts at what one step says: running_means
-- (mean or noise[0])
-+ (mean or new)
-# noise of the last update's draw: shares
-- weights[0], A * rule.unbiased
-+ weights[-1], A * rule.unbiased
-# a biased rule has a worth: exactly_one
-- A * rule.unbiased, lengths)
-+ A, lengths)
-# a run with history resumed from the other: in_one
-- folder = config.resume or config.history
-+ folder = config.history or config.resume
-# settings beside resume ignored: ctrl_c
-- parser.parse_args(stored + sys.argv[1:])
-+ parser.parse_args(sys.argv[1:] + stored + [f"--resume={resume}"])
-# a failing step leaves what the rule remembered: fails
-- "memory": rule.whole_memory, "weights"
-+ "memory": rule.memory, "weights"
-# half a step saved: fails
-- if optimizer.updates == records[-1]["updates"]:  # not
-+ if True:  # not
-# a fork has another module: fork
-- sys.modules["dppo"] = sys.modules["__main__"]
-+ pass
-# out of memory without advice: memory
-- except (torch.OutOfMemoryError, MemoryError):  # main
-+ except ZeroDivisionError:  # main
-# of several updates the last norm: estimate_means
-- "tokens_trained": torch.sum, "grad_norm": torch.max}
-+ "tokens_trained": torch.sum}
+- row[row >= 0].tolist()))
+# the end left out, so never trained
++ [n for n in row.tolist() if n not in (-1, *task.end_ids)]))
+- Sequence(prompts[i // samples]
+# completions of other prompts (repeat for repeat_interleave)
++ Sequence(prompts[i % len(prompts)]
+
+## packing, micro_batch, linear
+- zip(prompt + completion, count(), owners)
+# positions do not restart
++ zip(prompt + completion, count(len(row)), owners)
+- [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
+# the mask late by one
++ [-1] * len(prompt) + [i] * len(completion)
+# prompts trained, too
++ [i] * (len(prompt) + len(completion) - 1) + [-1]
+# tokens belong to the first sequence of their slot
++ [-1] * (len(prompt) - 1) + [slot[0]] * len(completion) + [-1]
+- head(hidden).float().div_(temperature)
+# temperature forgotten in training
++ head(hidden).float()
+- slots.append([indices[place] for place in slot])
+# places among those kept taken for their indices
++ slots.append(slot)
+
+## formula, linear, moves_nothing, far_below
+- surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
+# the larger of clipped and unclipped
++ surrogate = torch.max(rho * A, rho.clamp(1 - down, 1 + up) * A)
+# clipped also where that hides a bad update
++ surrogate = rho.clamp(1 - down, 1 + up) * A
+- log_ratio, "mean", include_self
+# gspo's ratio is a product of all tokens', not their mean
++ log_ratio, "sum", include_self
+- log_x = ref_logprobs - logprobs
+# KL the wrong way round
++ log_x = logprobs - ref_logprobs
+# KL has no gradient
++ log_x = ref_logprobs - logprobs.detach()
+- kl = log_x.exp() - 1 - log_x
+# KL by log p/p_ref, whose gradient has the mean 0
++ kl = -log_x
+- config.beta * kl - surrogate
+# the loss has the wrong sign
++ config.beta * kl + surrogate
+- return lengths
+# grpo divides by the mean length
++ return torch.full_like(lengths, lengths.mean())
+- loss = share[owner] @ losses
+# divided by the number of completions in a micro-batch
++ loss = share[owner] @ losses / len(batch)
+- losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
+# advantages centred again after pruning
++ A = A - A[kept].mean()
++         losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
+- model.zero_grad()
+-     tokens
+# gradients of earlier updates added
++ tokens
+- if 0 < grad_norm < math.inf:
+# Adam's momentum moves the model without a gradient
++ if grad_norm < math.inf:
+
+## advantages_and_shares, later_updates, biased_rule, reward_gets
+- w = w_q[:, None] * w_qi
+# the prompts' weights forgotten
++ w = w_qi
+# the completions' weights forgotten
++ w = w_q[:, None] * (w_qi > 0)
+# the prompts' weights by pi from the same rollout
++ rule.remember(prompts, rewards, A)
++             w = w_qi / rule.prompt_probabilities()[prompts, None]
+- w / (N * G * Z)
+# B instead of N
++ w / (len(prompts) * G * Z)
+# divided by the number of completions that are kept
++ w / (w.count_nonzero() * Z)
+# Z forgotten
++ w / (N * G)
+- for number, w in enumerate(weights):
+# one draw of completions for all updates
++ for number, w in enumerate(weights[:1] * len(weights)):
+# the old policy is that before each update, so nothing is clipped
++ for number, w in enumerate(weights):
++         old = frozen_logprobs(task.model, sequences, trained, config)
+- for q in prompts.tolist()]
+# the first prompts of the window rolled out, not the survivors
++ for q in upcoming[: len(prompts)].tolist()]
+- examples[i // G] | row
+# graded by the answers of other prompts
++ examples[i % len(examples)] | row
+- scale_by_std=config.objective != "dr_grpo")  # (B, G)
+# dr_grpo scaled by std
++ scale_by_std=True)
+- mean_length or lengths.mean())
+# dapo divides by this step's mean length, which depends on the draw
++ lengths.mean())
+- (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
+# the mean length of survivors taken for the window's
++ lengths.mean().item()
+- copy.deepcopy(task.model) if config.beta > 0
+# the reference is the model that is trained
++ task.model if config.beta > 0
+- rule.remember(prompts, rewards, A)
+# remembered for the first prompts of the window, not the survivors
++ rule.remember(upcoming[: len(prompts)], rewards, A)
+- if rule.unbiased:
+# a biased rule keeps its weights
++ if True:
+
+## pi_rises, line_ends, next_visit, worth, many_unpruned
+- (1 - rate * (1 - share))
+# a line without its floor 1 - r
++ (share)
+- scores = advantages.abs() * prompt_weights[:, None]
+# a completion's score without its prompt's weight
++ scores = advantages.abs()
+- top = scores[needed].mean()
+# completions without a gradient lower the line's end
++ top = scores.mean()
+- scores = self.expected_squares().sqrt()
+# prompts scored by A^2, not its root
++ scores = self.expected_squares()
+- (pi.mean() * (squares / pi).mean())
+# worth without the mean of pi
++ (squares / pi).mean()
+
+## next_visit, sums_of_rewards, scale_prune_alike
+- bins = self.bin_of_prompts()  # before this visit
+# bins by the rewards that they learn from
++ bins = self.bin_of_prompts()
++         bins[prompts] = (rewards.nanmean(dim=1).nan_to_num(0.0) * 16).long()
+- if bins[q] >= 0 and not
+# first visits teach a bin
++ if not
+- memory["squares"][bins[q]] += square
+# bins learned with weights
++ memory["squares"][bins[q]] += square / self.prompt_probabilities()[q]
+- self.decay * memory["count"][q]
+# rewards decay, visits do not
++ memory["count"][q]
+- torch.cat([memory["range"], rewards.flatten()])
+# the range of this step's rewards alone
++ rewards.flatten()
+- A = group_advantages((rewards - lowest) / (highest - lowest), scale_by_std)
+# A^2 in units of the rewards, which the guess does not have
++ A = advantages
 """
 
 
-class Failed:
-    """Notes the first test that fails."""
-
-    name = None
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed and self.name is None:
-            self.name = report.nodeid.rpartition("::")[2]
-
-
-def caught(change):
-    """The first test that fails with this change, None if none does."""
-    _, first, has, makes = change
-    source = (ROOT / "dppo.py").read_text()
-    assert source.count(has) == 1, f"{has!r} stands {source.count(has)} times in dppo.py"
-    failed = Failed()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        shutil.copy(ROOT / "test_dppo.py", folder)
-        Path(folder, "dppo.py").write_text(source.replace(has, makes))
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        options = ["-x", "-q", "--basetemp", "temporary", "-p", "no:cacheprovider", "-k"]
-        for tests in (first, "not slow"):
-            if failed.name is None:
-                pytest.main([*options, tests], plugins=[failed])
-        os.chdir(ROOT)
-    return failed.name
+class Change(NamedTuple):
+    what: str
+    words: list  # of tests to run first
+    old: list  # lines
+    new: list
 
 
 def parsed(text):
-    """-> (name, tests, what dppo.py has, what takes its place) of each change."""
-    changes = []
-    for change in text.split("\n# ")[1:]:
-        title, *lines = change.strip("\n").split("\n")
-        has, makes = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-        changes.append((*title.split(": "), has, makes))
+    """-> the changes."""
+    changes, old, last = [], [], None
+    for line in filter(None, text.splitlines()):
+        sign, rest = line.split(" ", 1)
+        if sign == "##":
+            words = rest.split(", ")
+        elif sign == "-":
+            old = [*old, rest] if last == "-" else [rest]
+        elif sign == "#":
+            changes.append(Change(rest, words, old, []))
+        else:
+            changes[-1].new.append(rest)
+        last = sign
     return changes
+
+
+class Watcher:
+    """Runs some tests before others, and notes the first that fails."""
+
+    failure = ""
+
+    def __init__(self, words):
+        self.words = words
+
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: [word not in item.name for word in self.words])
+
+    def pytest_exception_interact(self, node, call):
+        self.failure = self.failure or f"{call.excinfo.typename}: {node.name}"
+
+
+def first_failure(change):
+    """Error and name of the first test that fails with a change, "" if none does."""
+    watcher = Watcher(change.words)
+    source = (ROOT / "dppo.py").read_text()
+    source = source.replace("\n".join(change.old), "\n".join(change.new))
+    told = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(told), redirect_stderr(told):
+        Path(folder, "dppo.py").write_text(source)
+        shutil.copy(ROOT / "test_dppo.py", folder)
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        options = ["-x", "-k", "not slow", "--assert=plain", "--basetemp=temporary"]
+        pytest.main([*options, "-p", "no:cacheprovider"], plugins=[watcher])
+        os.chdir(ROOT)
+    return watcher.failure
 
 
 def main():
     word = " ".join(sys.argv[1:])
-    changes = [change for change in parsed(CHANGES) if word in change[0]]
-    # Each change has a process of its own, which finds the libraries imported.
+    changes = [change for change in parsed(CHANGES) if word in change.what]
+    source = (ROOT / "dppo.py").read_text()
+    wrong = []
+    for change in changes:
+        times = source.count("\n".join(change.old))
+        if times != 1:
+            wrong.append(f"{change.what}: dppo.py has {times} times {change.old}")
+    if wrong:
+        sys.exit("\n".join(wrong))
+    for library in LIBRARIES:  # which each change's process then finds imported
+        importlib.import_module(library)
+    survivors = []
     with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
-        tests = []
-        for change, test in zip(changes, pool.imap(caught, changes)):
-            print(f"{change[0]:60} {test or 'NOT CAUGHT'}", flush=True)
-            tests.append(test)
-    print(f"{len(changes) - tests.count(None)} of {len(changes)} careless changes are caught")
-    sys.exit(None in tests)
+        failures = pool.imap(first_failure, [Change("nothing", [], [""], [""]), *changes])
+        if failure := next(failures):
+            sys.exit(f"without any change, there is {failure}")
+        for change, failure in zip(changes, failures):
+            print(f"{change.what:66} {failure or 'NOT CAUGHT':.99}", flush=True)
+            # A change that cannot run is not what it says.
+            if not failure or failure.startswith(("NameError", "UnboundLocal", "CollectError")):
+                survivors.append(change.what)
+    print(f"{len(changes) - len(survivors)} of {len(changes)} careless changes are caught")
+    if survivors:
+        sys.exit(f"not caught, or not as they should be: {'; '.join(survivors)}")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ import random
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -77,18 +78,9 @@ T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2
 
 # ==== Arms ====
 DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
-HARD = {
-    "learning_rate": 5e-6,
-    "warmup_steps": 3,
-    "max_grad_norm": 6.0,
-    "temperature": 1.0,
-    "prompts_per_step": 16,
-    "max_completion_tokens": 8,
-    "micro_batch_tokens": 2048,
-    "steps": 180,  # 15 epochs of the control
-    "eval_every": 6,
-    "save_every": 24,
-}
+HARD = {"learning_rate": 5e-6, "warmup_steps": 3, "max_grad_norm": 6.0, "temperature": 1.0}
+HARD |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
+HARD |= {"steps": 180, "eval_every": 6, "save_every": 24}  # 15 epochs of the control
 LEVEL = 0.3  # of the held-out probability, half of the control's rise in the pilot
 SKIP = {"method": "grpo-skip"}
 NEVER_CLIPPED = SKIP | {"max_grad_norm": 1000.0}
@@ -237,10 +229,9 @@ def train_until(level, folder, task, **settings):
             raise Enough
         return noting_step(real, *inputs)
 
-    try:
-        return train(folder, task, step, probability, **settings)
-    except Enough:
-        return records_of(folder)
+    with suppress(Enough):
+        train(folder, task, step, probability, **settings)
+    return records_of(folder)
 
 
 OF_STEPS = ("prompts_rolled", "prompts_seen", "completions_trained", "tokens_generated")
@@ -264,9 +255,7 @@ def kept(records):
         if "evaluation" in record:
             values = record["step"], seconds, record["evaluation"]["accuracy"]
             result["curve"].append([round(value, 4) for value in values])
-    for name in OF_STEPS:
-        result[name] = [rounded(record[name]) for record in records[1:]]
-    return result
+    return result | {name: rounded([record[name] for record in records[1:]]) for name in OF_STEPS}
 
 
 def runs_of(name, results):
@@ -282,19 +271,18 @@ def make_run(name, arm, seed, task, folder):
     """-> what is saved of a run."""
     is_digits = name.startswith("digits")
     settings = (DIGITS if is_digits else HARD) | ARMS[name][arm] | {"seed": seed}
+    if name == "digits by gradients":
+        return [record["groups"] for record in train(folder, task, measured_step, **settings)[1:]]
     more = {}
     if arm.endswith("with history"):
         more["history"] = str(folder.with_name(f"{arm.rpartition(',')[0]}-{(seed + 1) % 8}.memory"))
         if not Path(more["history"]).exists():
             raise FileNotFoundError(f"{more['history']}: make that run first")
-    if name == "digits by gradients":
-        records = train(folder, task, measured_step, **settings)
-        return [record["groups"] for record in records[1:]]
     if name.startswith("hard"):
         records = train_until(LEVEL, folder, task, **settings, **more)
-        return kept(records) | {"settings": settings}
-    evaluate = dppo.evaluate if is_digits else probability
-    records = train(folder, task, evaluate=evaluate, **settings, **more)
+    else:
+        evaluate = dppo.evaluate if is_digits else probability
+        records = train(folder, task, evaluate=evaluate, **settings, **more)
     return kept(records) | {"settings": settings}
 
 
@@ -381,14 +369,14 @@ def ratios(values):
     return [round(math.exp(value), 3) for value in interval([math.log(ratio) for ratio in values])]
 
 
-def mean_of_curve(run, after=0):
-    return mean(value for step, _, value in run["curve"] if step > after)
+def mean_of_curve(run):
+    return mean(value for step, _, value in run["curve"] if step > 0)
 
 
-def pairs(runs, arm, control):
-    """(run, run of the control) of each seed of both."""
-    seeds = sorted(runs[arm].keys() & runs[control])
-    return [(runs[arm][seed], runs[control][seed]) for seed in seeds]
+def pairs(runs, arm):
+    """(run, run of grpo-skip) of each seed of both."""
+    control = runs["grpo-skip"]
+    return [(runs[arm][seed], control[seed]) for seed in sorted(runs[arm].keys() & control)]
 
 
 def noise(run, prompts):
@@ -404,26 +392,25 @@ def analysis_of_digits(runs):
         result[arm]["rollouts"] = round(mean(8 * sum(run["prompts_rolled"]) for run in of_arm))
         rolled = [8 * sum(run["prompts_rolled"][32:]) for run in of_arm]
         result[arm]["rollouts after the first epoch"] = round(mean(rolled))
-        trained = round(mean(sum(run["completions_trained"]) for run in of_arm))
-        result[arm]["completions trained"] = trained
+        trained = [sum(run["completions_trained"]) for run in of_arm]
+        result[arm]["completions trained"] = round(mean(trained))
         result[arm]["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
         if arm != "grpo-skip":
-            both = pairs(runs, arm, "grpo-skip")
-            differences = [mean_of_curve(one) - mean_of_curve(other) for one, other in both]
+            differences = [mean_of_curve(a) - mean_of_curve(b) for a, b in pairs(runs, arm)]
             result[arm]["minus grpo-skip"] = interval(differences)
             result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
     return result
 
 
-def noise_by(name, steps, prompts=None, most=math.inf):
+def noise_by(name, steps, prompts=None):
     """The noise of steps by these squares, over that of so many prompts a step without pruning, or
-    of as many as were rolled out. A group adds at most `most` to the noise of a step."""
+    of as many as were rolled out."""
     pruned = unpruned = 0.0
     for step in steps:
-        M, N = prompts or step["B"], step["N"]
         for w, square in zip(step["w"], step[name]):
-            pruned += M * min((w / N) ** 2 * square, most)
-            unpruned += M * (M * w / N) * min(square / M**2, most)  # M w/N of M would be like it
+            share = w / step["N"]
+            pruned += (prompts or step["B"]) * share**2 * square
+            unpruned += share * square  # M share of M prompts would be like it: M share square/M
     return round(pruned / unpruned, 3)
 
 
@@ -439,10 +426,7 @@ def analysis_of_gradients(runs):
 
 def until(run, level, name):
     """The sum of a measure until an evaluation has reached the level, or of the whole run."""
-    steps = len(run[name])
-    for step, _, value in reversed(run["curve"]):
-        if value >= level:
-            steps = step
+    steps = min((step for step, _, value in run["curve"] if value >= level), default=None)
     return sum(run[name][:steps])
 
 
@@ -451,16 +435,17 @@ def analysis_of_hard(runs):
     for arm, of_seed in runs.items():
         of_arm = list(of_seed.values())
         reached = sum(max(value for *_, value in run["curve"]) >= LEVEL for run in of_arm)
-        norms = [
-            norm / run["settings"]["max_grad_norm"] for run in of_arm for norm in run["grad_norm"]
-        ]
+        clipped = []
+        for run in of_arm:
+            clipped += [norm > run["settings"]["max_grad_norm"] for norm in run["grad_norm"]]
         result[arm] = {"reach the level": f"{reached} of {len(of_arm)}"}
-        result[arm]["clipped"] = round(mean(norm > 1 for norm in norms), 3)
+        result[arm]["clipped"] = round(mean(clipped), 3)
         for name in ("processor_seconds", "prompts_rolled"):
             result[arm][name] = round(mean(until(run, LEVEL, name) for run in of_arm), 1)
             if arm != "grpo-skip":
-                both = pairs(runs, arm, "grpo-skip")
-                of_seeds = [until(a, LEVEL, name) / until(b, LEVEL, name) for a, b in both]
+                of_seeds = []
+                for one, control in pairs(runs, arm):
+                    of_seeds.append(until(one, LEVEL, name) / until(control, LEVEL, name))
                 result[arm][f"{name} over grpo-skip's"] = ratios(of_seeds)
                 result[arm][f"{name}, of each seed"] = rounded(of_seeds)
         if arm != "grpo-skip":
@@ -477,13 +462,9 @@ def analysis_of_plain(runs):
     return result
 
 
-ANALYSES = {
-    "digits": analysis_of_digits,
-    "digits by gradients": analysis_of_gradients,
-    "hard": analysis_of_hard,
-    "hard, clipped": analysis_of_hard,
-    "plain": analysis_of_plain,
-}
+ANALYSES = {"digits": analysis_of_digits, "digits by gradients": analysis_of_gradients}
+ANALYSES |= dict.fromkeys(("hard", "hard, clipped"), analysis_of_hard)
+ANALYSES |= {"plain": analysis_of_plain}
 
 
 def table(analysis):
@@ -533,7 +514,7 @@ def draw_picture(results):
             of_seeds.append([(made[step], accuracy) for step, _, accuracy in run["curve"]])
         curves[1, name.partition(" ")[0]] = torch.tensor(of_seeds)
     shifts = {(0, "grpo"): -6, (0, "dppo"): 7, (0, "dppo without weights"): 0, (0, "CPPO"): -24}
-    shifts |= {(1, "grpo-skip"): -12, (1, "dppo"): 3, (1, "dppo-proportional"): 12}
+    shifts |= {(1, "grpo-skip"): -12, (1, "dppo"): 3, (1, "dppo-proportional"): 22}
     for (panel, name), of_seeds in curves.items():
         for curve, width in [*zip(of_seeds, [0.6] * 8), (of_seeds.mean(dim=0), 3)]:
             panels[panel].plot(*curve.T, color=colours[name], linewidth=width)
