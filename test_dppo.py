@@ -110,6 +110,10 @@ def every_draw(pi):
     return [(p, torch.tensor(weights, dtype=pi.dtype)) for weights, p in outcomes.items()]
 
 
+class OneMore(Exception):
+    """A draw beyond the script."""
+
+
 def every_result(function):
     """All outcomes of a function, however often it draws -> [(probability, result)]. It runs with a
     script of what its draws give. Where it asks for one more, the script branches."""
@@ -117,10 +121,10 @@ def every_result(function):
     stack = [(1.0, [])]  # scripts, and their probabilities
     while stack:
         probability, path = stack.pop()
-        with mock.patch.object(dppo, "draw", side_effect=path) as scripted:
+        with mock.patch.object(dppo, "draw", side_effect=[*path, OneMore]) as scripted:
             try:
                 results.append((probability, function()))
-            except StopIteration:  # it draws once more than the script has outcomes
+            except OneMore:
                 pi, _ = scripted.call_args.args
                 stack += [(probability * p, [*path, weights]) for p, weights in every_draw(pi)]
     return results

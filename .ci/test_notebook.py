@@ -5,6 +5,7 @@ python -m pytest -q .ci/test_notebook.py    # those of dppo_trl.py where TRL is 
 
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from test_dppo import (
     G,
     every_result,
     metrics,
-    random_sequences,
     recorded,
     rule_with_history,
     run,
@@ -154,7 +154,10 @@ def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
 ROWS = [0, 4, 3, 5]  # of REWARDS
 SCORED = REWARDS[ROWS]
-SEQUENCES = random_sequences()[: N * G]
+SEQUENCES, ids = [], random.Random(0)
+for i in range(N * G):
+    prompt = ids.choices(range(2, 13), k=20 + 5 * (i // G))
+    SEQUENCES.append(dppo.Sequence(prompt, ids.choices(range(2, 13), k=1 + i % 7)))
 
 
 def trl_example():
