@@ -104,7 +104,7 @@ def test_the_rules_in_readme_prune_without_bias():
     known = {}
     exec(code, known)
     rules = [value for value in known.values() if isinstance(value, type)]
-    rewards, advantages = REWARDS[[0, 5]], ADVANTAGES[[0, 5]]  # the second is solved
+    rewards, advantages = REWARDS[[2, 5]], ADVANTAGES[[2, 5]]  # the second is solved
     for kind in rules:
         rule = kind(dppo.Config(group_size=G), 2)
         rule.remember(torch.arange(2), rewards, advantages)
@@ -152,7 +152,7 @@ def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade
 
 # ==== dppo_trl.py ====
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
-ROWS = [0, 4, 3, 5]  # of REWARDS
+ROWS = [2, 1, 4, 5]  # of REWARDS
 SCORED = REWARDS[ROWS]
 SEQUENCES, ids = [], random.Random(0)
 for i in range(N * G):
@@ -218,7 +218,7 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
     def pick():
         trainer.windows.order = torch.arange(N)
         for name, values in rule_with_history(method).memory.items():
-            of_prompts = values[[0, 1, 2, 5]] if len(values) == 6 else values
+            of_prompts = values[[2, 0, 3, 5]] if len(values) == 6 else values
             trainer.windows.rule.memory[name] = of_prompts
         prompts = list(itertools.islice(trainer.windows, N * G))
         return prompts, trainer.windows.queue[0]
