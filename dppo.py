@@ -86,7 +86,7 @@ def keep_probabilities(scores, rate):
     them. Others, also those without a score (NaN), have pi = 1. (The paper's Algorithm 1 reportedly
     removes the lowest outright: pi = 0 despite a gradient, against its own proof.)"""
     scores = scores.double()
-    low = scores < scores.nanmean() * (1 - 1e-6)  # 1e-6: rounding
+    low = scores < scores.nanmean() * (1 - 1e-6)  # equal ones are not below
     k = int(low.sum())
     pruned = math.floor(rate * k + 1e-9)  # 0.29 * 100 < 29
     return torch.ones_like(scores).masked_fill(low, (k - pruned) / max(1, k))
@@ -179,7 +179,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     pi = pi[window]
     if not pi.any():
         raise Refused("a rule needs pi > 0 for some upcoming prompts")
-    weights = draw(pi / pi.sum().clamp(max=1), generator)  # a sum below 1 might keep none
+    weights = draw(pi / pi.sum().clamp(max=1), generator)  # below 1, it becomes 1: one is kept
     kept = weights > 0
     return len(window), window[kept], weights[kept]
 
@@ -202,7 +202,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
     """(prompts, tokens) ids -> (prompts * samples, max_new_tokens) ids of completions, -1 after
     their end; their log-probabilities. `model.generate` runs this loop in place of its own, which
     may apply top_k and the like. Here softmax(logits/temperature) is sampled, as it is trained."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter before 5.23
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # until transformers 5.22
     cache, mask = inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
     new = input_ids
@@ -288,7 +288,7 @@ def pack(lengths, capacity, lookahead=64):
 
 def pack_micro_batches(sequences, indices, config):
     """The sequences at `indices` -> micro-batches, lists of slots of indices. As attention costs
-    the square of a slot's length, a slot is as long as the longest sequence, or 128 if longer."""
+    the square of a slot's length, a slot is as long as the longest sequence, at least 128."""
     lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
     capacity = max([128, *lengths])
     slots = []
@@ -300,8 +300,8 @@ def pack_micro_batches(sequences, indices, config):
 
 def lay_out(sequences, slots):
     """Lays the sequences of a slot end to end -> (slots, length, 3): each token's id, position and
-    owner, which is the index of its sequence if the *next* token, which it predicts, is of the
-    completion, else -1. As positions restart at 0, transformers keeps sequences apart."""
+    owner: its sequence's index if the *next* token, which it predicts, is of the completion, else
+    -1. As positions restart at 0, transformers keeps sequences apart."""
     rows = []
     for slot in slots:
         row = []
@@ -441,7 +441,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
     Z = normalizer(lengths, mean_length, config)
 
-    # 3. Prune completions, anew for every update. (As prompts are not, later ones may be biased.)
+    # 3. Prune completions, anew for each update. (Later ones may be biased: the model knows w_q.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -496,7 +496,7 @@ class ProportionalDPPO(Rule):
         super().__init__(config, prompt_count)
         x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles
         self.memory["visits"] = torch.full_like(x, 4)  # a guess worth four
-        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # sin^2 = 4p(1 - p)
+        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # 4p(1 - p) at rate p
         self.memory["range"] = torch.full((2,), math.nan).double()  # of rewards so far
 
     def bin_of_prompts(self):
@@ -555,7 +555,7 @@ class ProportionalDPPO(Rule):
         for q, group, square in zip(prompts, rewards, squares):
             if bins[q] >= 0 and not group.isnan().all():
                 memory["visits"][bins[q]] += 1
-                memory["squares"][bins[q]] += square  # unweighted: a bin has one pi
+                memory["squares"][bins[q]] += square  # no w_q: a bin shares one pi
             reward = group.nanmean().nan_to_num(lowest.item())  # if none: the lowest
             memory["rewards"][q] = self.decay * memory["rewards"][q] + len(group) * reward
             memory["count"][q] = self.decay * memory["count"][q] + len(group)
@@ -850,7 +850,7 @@ def sorting_example(name, rng, tokenizer):
 
 
 def sorting_task(config):
-    """The same of the embedded task, of which only the middle class is evaluated."""
+    """The embedded task, of which only the middle class is evaluated."""
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
     train = []
     for name, (size, _, _) in SORTING.items():
@@ -1124,7 +1124,7 @@ class Run:
 
 
 def train(config, task):
-    """Makes a run, or its rest. However it ends, its last whole step is saved."""
+    """Makes a run, or its rest. Its last whole step is saved, unless it ends amid an update."""
     run = Run(config, task)
     records, record = run.records, run.records[-1]
     made = record["step"]
