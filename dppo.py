@@ -585,7 +585,7 @@ class MasterAdam(torch.optim.Adam):
     """Adam on float32 masters of the weights, as bfloat16 would round small updates away."""
 
     def __init__(self, model, learning_rate):
-        self.updates = 0  # so far
+        self.updates = 0
         self.weights = list(model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         super().__init__(self.masters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
@@ -777,7 +777,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
             *names, split = names or [split]
             rows = datasets.load_dataset(path, *names, split=split)
-        elif spec.endswith(".csv"):  # as text: 0124 is not 124
+        elif spec.lower().endswith(".csv"):  # as text: 0124 is not 124
             with open(spec, newline="", encoding="utf-8-sig") as file:
                 header, *rows = filter(None, csv.reader(file, strict=True))
             rows = datasets.Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows])
@@ -821,8 +821,7 @@ def encode_prompt(prompt, config, tokenizer):
     """A text or a list of messages -> the prompt as a reward gets it, and its ids."""
     messages, system = prompt, config.system_prompt
     if isinstance(prompt, str):
-        tokens = tokenizer.added_tokens_decoder.values()
-        if any(token.special and token.content in prompt for token in tokens):  # has its template
+        if prompt.startswith(tuple(tokenizer.all_special_tokens)):  # it is in the template
             return prompt, tokenizer.encode(prompt, add_special_tokens=False)
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
@@ -941,7 +940,7 @@ class Config:
     dataset: str = flag("", "path[[:config]:split] on the Hub, or a file")
     prompt_column: str = flag("prompt,question,problem", "the first of these that exists")
     answer_column: str = flag("answer,solution", "the same")
-    system_prompt: str = flag("", "comes before every prompt")
+    system_prompt: str = flag("", "comes before prompts, unless in a template")
     chat_template_kwargs: str = flag("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = flag(512, "longer ones are left out")
     reward: str = flag(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")

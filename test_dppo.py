@@ -995,12 +995,12 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
     rows.to_parquet(tmp_path / "a:1.parquet")
     examples = load(f"{tmp_path}/a:1.parquet", answer_column="of")
     assert sorted(example["answer"]["label"] for example in examples) == list(range(9))
-    table = tmp_path / "a b.csv"
+    table = tmp_path / "a b.CSV"
     table.write_text('prompt,answer\n1=,0124\n2=,\n\n3=,NA\n4=,true\n5=,1e5\n6=,"18,5"\n')
     answers = {row["answer"] for row in load(str(table), "exact")}
     assert answers == {"0124", "NA", "true", "1e5", "18,5"}  # as text
     table.write_text("prompt,answer\n1=,7,000\n")
-    with pytest.raises(ValueError, match="a b.csv cannot be read"):
+    with pytest.raises(ValueError, match="a b.CSV cannot be read"):
         load(str(table))
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(return_value=rows))
     hub, part = "openai/gsm8k", "train[9:99]+train[-1:]"
@@ -1022,8 +1022,10 @@ def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_
             given, ids = dppo.encode_prompt(prompt, config, tokenizer)
             assert given == prompt  # a text stays a text
             assert tokenizer.decode(ids) == before + text
-    templated = "<end>12="  # holds a special token, so it has its template
+    templated = "<end>12="  # begins with a special token, so it is in its template
     assert dppo.encode_prompt(templated, config, tokenizer)[1] == [1, 4, 5, 2]
+    mentioned = dppo.encode_prompt("1<end>2", config, tokenizer)[1]
+    assert tokenizer.decode(mentioned).startswith("791<end>2")  # with system prompt and template
 
 
 def test_a_model_has_every_end_id_and_no_code_and_is_checked(user, monkeypatch, tmp_path):
