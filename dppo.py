@@ -29,6 +29,7 @@ of all candidates.
 
 import copy
 import csv
+import glob
 import inspect
 import json
 import math
@@ -168,14 +169,18 @@ def check_probabilities(rule, pi, needed):
         raise Refused(f"a rule needs pi of shape {tuple(needed.shape)}, 0 < pi <= 1 for a gradient")
 
 
+def window_of(pi, upcoming, limit):
+    """The longest prefix of the upcoming prompts whose pi sum to at most `limit`."""
+    return upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]
+
+
 def prune_prompts(rule, upcoming, limit, generator):
     """Before the rollout: (n,) upcoming prompts -> N; (B,) those that are kept; (B,) w_q. The limit
-    is fixed in advance, and N follows from pi: the window is the longest prefix of `upcoming` whose
-    pi sum to at most `limit`. The draw keeps that sum, rounded down or up. To look on until enough
-    have survived would make N depend on the draw, and bias the gradient."""
+    is fixed in advance, and the window follows from pi, of which the draw keeps the sum, rounded.
+    To look on until enough have survived would make N depend on the draw, and bias the gradient."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
-    window = upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]  # (N,)
+    window = window_of(pi, upcoming, limit)  # (N,)
     pi = pi[window]
     if not pi.any():
         raise Refused("a rule needs pi > 0 for some upcoming prompts")
@@ -520,7 +525,7 @@ class ProportionalDPPO(Rule):
         """prompts_per_step over a rollout's worth: the noise of k unpruned prompts, mean(s^2)/k,
         over that of k kept of k/mean(pi), mean(pi) mean(s^2/pi)/k, for expected squares s^2."""
         pi = self.prompt_probabilities()
-        window = upcoming[pi[upcoming].cumsum(0) <= self.config.prompts_per_step + 1e-9]
+        window = window_of(pi, upcoming, self.config.prompts_per_step)
         pi, squares = pi[window], self.expected_squares()[window]
         worth = squares.mean() / (pi.mean() * (squares / pi).mean())
         return max(1, round(self.config.prompts_per_step / max(1.0, worth.item())))
@@ -656,7 +661,7 @@ def gsm8k_number(text, is_answer=False):
         end = re.split(r"[}\n]", end.strip())[0]
     # A number is a whole word, as -1,234.5 is, but not x5, 2^3, 1/2 or 10-12.
     words = [end.strip()] if is_answer else re.findall(r"(?:[\w^{}\\]|[.,:/-]{1,2}(?=\d))+", end)
-    number = re.compile(r"-?([1-9]\d{0,2}(,\d{3})+|\d+)(\.\d+)?")
+    number = re.compile(r"-?([1-9]\d{0,2}(,\d{3})+|\d+)(\.\d+)?", re.ASCII)
     numbers = [word for word in words if number.fullmatch(word)]
     if not numbers or (before and len(numbers) > 1):
         return None
@@ -707,7 +712,7 @@ def load_task(config):
         error.add_note("The reward was tried on empty completions.")
         raise
     if config.model:
-        options = {"dtype": DTYPE, "attn_implementation": "sdpa"}
+        options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded: "):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
     else:
@@ -783,7 +788,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             rows = datasets.Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows])
         else:
             kind = "parquet" if spec.endswith(".parquet") else "json"
-            rows = datasets.load_dataset(kind, data_files=spec, split="train")
+            rows = datasets.load_dataset(kind, data_files=glob.escape(spec), split="train")
     prompts = [name for name in config.prompt_column.split(",") if name in rows.column_names]
     answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
     is_ours = config.reward in REWARDS
@@ -1059,8 +1064,7 @@ class Run:
             elif config.history:
                 self.restore(Path(config.history))
             self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
-            # Last of all: a run that is refused leaves no folder.
-            self.out.mkdir(parents=True, exist_ok=bool(config.resume))
+            self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # last: none if refused
             with writing(self.out / "config.json") as path:
                 path.write_text(json.dumps(asdict(config), indent=2))
             with writing(self.metrics) as path:
@@ -1098,7 +1102,6 @@ class Run:
             print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     def make_step(self):
-        """Makes a step -> its record."""
         started_at = time.perf_counter()
         config, last = self.config, self.records[-1]
         number, seen = last["step"] + 1, last["candidates_so_far"]
@@ -1160,7 +1163,6 @@ def train(config, task):
                 task.tokenizer.save_pretrained(run.out / "model")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # Tell what became of the run.
     before, after = records[0]["evaluation"], record["evaluation"]
     gains = [f"accuracy of {name} {before[name]:.2f} -> {after[name]:.2f}" for name in task.evals]
     seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in records[1:])
@@ -1169,7 +1171,6 @@ def train(config, task):
 
 
 def main():
-    """The command line."""
     sys.path.append("")  # module:name is also looked for in the current folder
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()

@@ -893,7 +893,7 @@ def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else(
     none = ["(3,4)", "14,16", "1/2", r"\frac{14}{3}", "12:30", "10-12", "52_8", "0,500", "one", ""]
     none += ["1234,567", "2^3", r"\sqrt{13}", "1.234,50", "x5", "5x", "1e3", "5²", "#### 5+3"]
     none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2\sqrt{3}}", "#### 1/2"]
-    none += ["#### (3,4)", "#### 5 + 13 = 18", "\n" * 99_999, "9" * 99_999 + "x"]
+    none += ["#### (3,4)", "#### 5 + 13 = 18", "\n" * 99_999, "9" * 99_999 + "x", "\u0663"]
     assert {dppo.gsm8k_number(text) for text in none} == {None}
     sentences = ["so 18 eggs.", "#### 18 dollars a day", "5 + 13 = 18", "(18)", "x = 18!", "< 18"]
     assert {dppo.gsm8k_number(text) for text in sentences} == {18}
@@ -992,8 +992,8 @@ def test_rows_that_are_left_out_are_told_by_reason_and_add_up(tmp_path, capsys):
 
 def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": f"{i}=", "of": {"label": i}} for i in range(9)])
-    rows.to_parquet(tmp_path / "a:1.parquet")
-    examples = load(f"{tmp_path}/a:1.parquet", answer_column="of")
+    rows.to_parquet(tmp_path / "a:[1].parquet")
+    examples = load(f"{tmp_path}/a:[1].parquet", answer_column="of")
     assert sorted(example["answer"]["label"] for example in examples) == list(range(9))
     table = tmp_path / "a b.CSV"
     table.write_text('prompt,answer\n1=,0124\n2=,\n\n3=,NA\n4=,true\n5=,1e5\n6=,"18,5"\n')
@@ -1044,7 +1044,7 @@ def test_a_model_has_every_end_id_and_no_code_and_is_checked(user, monkeypatch, 
     assert len(checks) == 4 and task.model.dtype == torch.bfloat16
     assert {buffer.dtype for buffer in task.model.buffers()} == {torch.float32}
     options = kind.from_pretrained.call_args.kwargs
-    assert options["attn_implementation"] == "sdpa"
+    assert options["attn_implementation"] == "sdpa" and not options["trust_remote_code"]
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -1268,7 +1268,7 @@ def test_a_run_with_history_in_two_parts_is_the_run_in_one(monkeypatch, tmp_path
         task = tiny_task(seldom_teaches, tiny_model(torch.bfloat16))
         run(out, task, **SMALL, history="first", beta=0.1, eval_every=3, steps=made)
     options = torch.load.call_args.kwargs  # no code can run, and 7 GB are not read for a few MB
-    assert options["mmap"]
+    assert options.get("weights_only", True) and options["mmap"]
     assert_same_run(one, two)
     assert min(recorded(two, "rollout_seconds") + recorded(two, "train_seconds")) > 0
     saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")

@@ -94,7 +94,7 @@ CHANGES = r"""
 + return int(kept.nonzero().max()) + 1, window[kept]
 # N is the number of survivors
 + return int(kept.sum()), window[kept]
-- window = upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]
+- window = window_of(pi, upcoming, limit)
 # the window as large as the batch
 + window = upcoming[:limit]
 - draw(pi / pi.sum().clamp(max=1), generator)

@@ -154,10 +154,10 @@ def test_answers_in_latex_are_compared_by_what_they_mean(completion, gold, grade
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
 ROWS = [2, 1, 4, 5]  # of REWARDS
 SCORED = REWARDS[ROWS]
-SEQUENCES, ids = [], random.Random(0)
+SEQUENCES, rng = [], random.Random(0)
 for i in range(N * G):
-    prompt = ids.choices(range(2, 13), k=20 + 5 * (i // G))
-    SEQUENCES.append(dppo.Sequence(prompt, ids.choices(range(2, 13), k=1 + i % 7)))
+    prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
+    SEQUENCES.append(dppo.Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
 
 
 def trl_example():
