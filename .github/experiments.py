@@ -291,11 +291,11 @@ def make_run(name, arm, seed, task, folder):
 
 def make_runs(name, seeds, task):
     """Makes RUNS/name/arm-seed.json of each run that is missing there and was not gathered."""
+    gathered = runs_of(name, json.loads(RESULTS.read_text()))
     for seed in seeds:
         for arm in ARMS[name]:
             path = RUNS / name / f"{arm}-{seed}.json"
-            of_arm = runs_of(name, json.loads(RESULTS.read_text())).get(arm, {})
-            if path.exists() or str(seed) in of_arm:
+            if path.exists() or str(seed) in gathered.get(arm, {}):
                 continue
             folder = path.with_suffix("")
             try:
