@@ -1,16 +1,16 @@
-"""What pruning prompts is worth, measured. Of each experiment, this is what was decided before it
-ran.
+"""What pruning prompts is worth, measured, and what was decided of each experiment before it ran.
 
     python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
     python .github/experiments.py hard 0,1 MODEL      # MODEL: a folder with SmolLM2-135M-Instruct
     python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
 So are made "digits by gradients" 5,6,7, "digits, new seeds" and, with MODEL, pilot 100, "hard,
-clipped" 0,1, plain 0,1 and group 0. A run that was interrupted goes on where it was, and one that
-needs another's history waits for the next call. Runs lie in runs/experiments, so several processes
-may make them; gathered, they are in .github/comparison.json, with each prompt's successes and pi at
-every visit, norms before clipping and processor seconds. What that file holds under "runs" was made
-by commit b079a0a; grpo and grpo-skip on digits by f8378fc, as today's code would, bit for bit.
+clipped" 0,1, "hard, on a GPU", plain 0,1 and group 0. A run that was interrupted goes on where it
+was; one that needs another's history waits for the next call. Runs lie in runs/experiments, so that
+several processes may make them; gathered, they are in .github/comparison.json, with each prompt's
+successes and pi at every visit, norms before clipping and processor seconds. What is there under
+"runs" was made by commit b079a0a; grpo and grpo-skip on digits by f8378fc, as today's code would,
+bit for bit.
 
 DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
 from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
@@ -45,7 +45,8 @@ steps, and then counts at its full length. A gain if the upper end is below 0.9,
 end is above it, otherwise undecided. Expected (simulated): 0.8 of the rollouts until then, 0.6 with
 history. Beside it, for two seeds, what clipping the norm at 1 does to grpo-skip and
 dppo-proportional ("hard, clipped"); and plain grpo, which makes grpo-skip's updates up to rounding,
-is only timed ("plain": 24 steps).
+is only timed ("plain": 24 steps). On a GPU, eight seeds run at once ("hard, on a GPU"): there, only
+completions generated until the level are judged, by the same bounds.
 
 GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
@@ -118,7 +119,8 @@ ARMS = {
 }
 
 NEW = [arm for arm in ARMS["digits"] if arm == "grpo-skip" or "(0.9, 0)" in arm]
-ARMS["digits, new seeds"] = {arm: ARMS["digits"][arm] for arm in NEW}
+ARMS |= {"digits, new seeds": {arm: ARMS["digits"][arm] for arm in NEW}}
+ARMS |= {"hard, on a GPU": ARMS["hard"]}
 
 
 # ==== Sums and products ====
@@ -147,7 +149,8 @@ def calculating(path):
     digits have a random number as their answer; 40 sums of two digits and 152 products to train
     on; and 96 other sums of two digits, held out."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(path, dtype=torch.bfloat16).to(dppo.DEVICE).eval()
     rng, size = random.Random(0), 24
     optimizer = dppo.MasterAdam(model, 1e-5)
     for _ in range(25):
@@ -390,17 +393,17 @@ def analysis_of_digits(runs):
     result = {}
     for arm, of_seed in runs.items():
         of_arm = list(of_seed.values())
-        result[arm] = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
-        result[arm]["rollouts"] = round(mean(8 * sum(run["prompts_rolled"]) for run in of_arm))
-        rolled = [8 * sum(run["prompts_rolled"][32:]) for run in of_arm]
-        result[arm]["rollouts after the first epoch"] = round(mean(rolled))
-        trained = [sum(run["completions_trained"]) for run in of_arm]
-        result[arm]["completions trained"] = round(mean(trained))
-        result[arm]["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
+        told = result[arm] = {}
+        told["mean of all evaluations"] = round(mean(map(mean_of_curve, of_arm)), 4)
+        told["rollouts"] = round(8 * mean(sum(run["prompts_rolled"]) for run in of_arm))
+        later = [sum(run["prompts_rolled"][32:]) for run in of_arm]
+        told["rollouts after the first epoch"] = round(8 * mean(later))
+        told["completions trained"] = round(mean(sum(run["completions_trained"]) for run in of_arm))
+        told["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
         if arm != "grpo-skip":
             differences = [mean_of_curve(a) - mean_of_curve(b) for a, b in pairs(runs, arm)]
-            result[arm]["minus grpo-skip"] = interval(differences)
-            result[arm]["as good"] = result[arm]["minus grpo-skip"][1] > -0.02
+            told["minus grpo-skip"] = interval(differences)
+            told["as good"] = told["minus grpo-skip"][1] > -0.02
     return result
 
 
@@ -443,16 +446,14 @@ def analysis_of_hard(runs):
         result[arm] = {"reach the level": f"{reached} of {len(of_arm)}"}
         result[arm]["clipped"] = round(mean(clipped), 3)
         for name in ("processor_seconds", "prompts_rolled"):
-            result[arm][name] = round(mean(until(run, LEVEL, name) for run in of_arm), 1)
+            measured = partial(until, level=LEVEL, name=name)
+            result[arm][name] = round(mean(map(measured, of_arm)), 1)
             if arm != "grpo-skip":
-                of_seeds = []
-                for one, control in pairs(runs, arm):
-                    of_seeds.append(until(one, LEVEL, name) / until(control, LEVEL, name))
-                result[arm][f"{name} over grpo-skip's"] = ratios(of_seeds)
+                of_seeds = [measured(one) / measured(other) for one, other in pairs(runs, arm)]
+                _, low, high = result[arm][f"{name} over grpo-skip's"] = ratios(of_seeds)
+                verdict = "yes" if high < 0.9 else "no" if low > 0.9 else "undecided"
                 result[arm][f"{name}, of each seed"] = rounded(of_seeds)
-        if arm != "grpo-skip":
-            _, low, high = result[arm]["processor_seconds over grpo-skip's"]
-            result[arm]["gain"] = high < 0.9 or ("undecided" if low < 0.9 else False)
+                result[arm][f"{name}, a gain"] = verdict
     return result
 
 
@@ -466,7 +467,7 @@ def analysis_of_plain(runs):
 
 ANALYSES = dict.fromkeys(("digits", "digits, new seeds"), analysis_of_digits)
 ANALYSES |= {"digits by gradients": analysis_of_gradients, "plain": analysis_of_plain}
-ANALYSES |= dict.fromkeys(("hard", "hard, clipped"), analysis_of_hard)
+ANALYSES |= dict.fromkeys([name for name in ARMS if "hard" in name], analysis_of_hard)
 
 
 def table(analysis):
