@@ -110,17 +110,19 @@ def test_runs_are_gathered_and_analysed_if_every_arm_has_two_seeds(monkeypatch, 
     for name, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path / "runs"}.items():
         monkeypatch.setattr(experiments, name, value)
     monkeypatch.setattr(experiments, "draw_picture", mock.Mock())
-    (tmp_path / "runs" / "plain").mkdir(parents=True)
-    old = {"grpo": {"runs": {"1": 2}}, "experiments": {"plain": {"runs": {}, "analysis": "old"}}}
+    name = "timed, on a GPU"
+    folder = tmp_path / "runs" / name
+    folder.mkdir(parents=True)
+    old = {"grpo": {"runs": {"1": 2}}, "experiments": {name: {"runs": {}, "analysis": "old"}}}
     experiments.RESULTS.write_text(json.dumps(old))
     for seed in (0, 1):
-        for arm in ("grpo", "grpo-skip"):
+        for arm in experiments.ARMS[name]:
             experiments.gather()
             saved = json.loads(experiments.RESULTS.read_text())
-            assert "analysis" not in saved["experiments"]["plain"] and saved["grpo"] == old["grpo"]
+            assert "analysis" not in saved["experiments"][name] and saved["grpo"] == old["grpo"]
             run = run_of([0, 0.5], processor_seconds=2.0 + seed)
-            (tmp_path / "runs" / "plain" / f"{arm}-{seed}.json").write_text(json.dumps(run))
+            (folder / f"{arm}-{seed}.json").write_text(json.dumps(run))
     experiments.gather()
-    saved = json.loads(experiments.RESULTS.read_text())["experiments"]["plain"]
+    saved = json.loads(experiments.RESULTS.read_text())["experiments"][name]
     assert [*saved["runs"]["grpo-skip"]] == ["0", "1"]
     assert saved["analysis"]["grpo"] == {"processor seconds of a step, by seed": [2.0, 3.0]}

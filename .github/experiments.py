@@ -4,13 +4,13 @@
     python .github/experiments.py hard 0,1 MODEL      # MODEL: a folder with SmolLM2-135M-Instruct
     python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
-So are made "digits by gradients" 5,6,7, "digits, new seeds" and, with MODEL, pilot 100, "hard,
-clipped" 0,1, "hard, on a GPU", plain 0,1 and group 0. A run that was interrupted goes on where it
-was; one that needs another's history waits for the next call. Runs lie in runs/experiments, so that
-several processes may make them; gathered, they are in .github/comparison.json, with each prompt's
-successes and pi at every visit, norms before clipping and processor seconds. What is there under
-"runs" was made by commit b079a0a; grpo and grpo-skip on digits by f8378fc, as today's code would,
-bit for bit.
+So are made "digits by gradients" 5,6,7, "digits, new seeds" and, with MODEL, pilot 100, "hard, on a
+GPU", "hard, clipped, on a GPU", "timed, on a GPU" and group 0. A run that was interrupted goes on
+where it was; one that needs another's history waits for the next call. Runs lie in
+runs/experiments, so that several processes may make them; gathered, they are in
+.github/comparison.json, with each prompt's successes and pi at every visit, norms before clipping
+and processor seconds. What is there under "runs" was made by commit b079a0a, grpo and grpo-skip on
+digits by f8378fc, as today's code would.
 
 DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
 from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
@@ -36,17 +36,18 @@ and 16 prompts a step, 6.5 with 32). Before, the probability is 0.04; after 15 e
 16 prompts, five epochs each, and more with 32; 26%, 47% and 71% of the steps had a gradient. So 16
 prompts, 180 steps. Of their norms, one in twenty exceeded 5.28: so --max_grad_norm 6.
 
-Arms, eight paired seeds, two processes on two cores: grpo-skip; dppo-proportional (0.9, 0), its
-first epoch included; the same with --history of the run of the next seed; dppo (0.7, 0). Primary:
-processor seconds of rollout and training until the level is reached, over those of grpo-skip with
-the same seed, as the mean of the logarithms with its 95% interval. Beside it: completions generated
-until then. A run ends two evaluations after it has reached the level, at the latest after 180
-steps, and then counts at its full length. A gain if the upper end is below 0.9, none if the lower
-end is above it, otherwise undecided. Expected (simulated): 0.8 of the rollouts until then, 0.6 with
-history. Beside it, for two seeds, what clipping the norm at 1 does to grpo-skip and
-dppo-proportional ("hard, clipped"); and plain grpo, which makes grpo-skip's updates up to rounding,
-is only timed ("plain": 24 steps). On a GPU, eight seeds run at once ("hard, on a GPU"): there, only
-completions generated until the level are judged, by the same bounds.
+Arms, eight paired seeds: grpo-skip; dppo-proportional (0.9, 0), its first epoch included; the same
+with --history of the run of the next seed; dppo (0.7, 0). Measured are processor seconds of rollout
+and training until the level is reached, and completions generated until then, both over those of
+grpo-skip with the same seed, as the mean of the logarithms with its 95% interval. A run ends two
+evaluations after it has reached the level, at the latest after 180 steps, and then counts at its
+full length. A gain if the upper end is below 0.9, none if the lower end is above it, otherwise
+undecided. Expected (simulated): 0.8 of the completions, 0.6 with history. "hard" is this on two
+cores, where seconds are primary; it has two seeds of three arms, since later machines could not
+multiply in bfloat16. "hard, on a GPU" (an H200) has all eight seeds. They ran at once, and what
+shares a GPU cannot be timed, so completions are primary there. Beside it, what clipping the norm at
+1 does to two arms ("hard, clipped, on a GPU", four seeds), and how long 24 steps take alone
+("timed, on a GPU", two seeds; plain grpo makes grpo-skip's updates up to rounding).
 
 GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
@@ -63,7 +64,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from unittest.mock import patch
 
 import torch
@@ -111,16 +112,14 @@ ARMS = {
         "dppo": {"method": "dppo", "completion_prune_rate": 0.0},
         "dppo-proportional, with history": OURS,
     },
-    "hard, clipped": {
-        "grpo-skip": SKIP | {"max_grad_norm": 1.0},
-        "dppo-proportional": OURS | {"max_grad_norm": 1.0},
-    },
-    "plain": {"grpo": {"method": "grpo", "steps": 24}, "grpo-skip": SKIP | {"steps": 24}},
 }
-
+AT_1 = {"max_grad_norm": 1.0}
+ARMS["hard, clipped, on a GPU"] = {"grpo-skip": SKIP | AT_1, "dppo-proportional": OURS | AT_1}
+ARMS["hard, on a GPU"] = ARMS["hard"]
+ALONE = OURS | {"steps": 24, "eval_every": 0}
+ARMS["timed, on a GPU"] = {arm: ALONE | {"method": arm} for arm in dppo.RULES if arm != "dppo"}
 NEW = [arm for arm in ARMS["digits"] if arm == "grpo-skip" or "(0.9, 0)" in arm]
-ARMS |= {"digits, new seeds": {arm: ARMS["digits"][arm] for arm in NEW}}
-ARMS |= {"hard, on a GPU": ARMS["hard"]}
+ARMS["digits, new seeds"] = {arm: ARMS["digits"][arm] for arm in NEW}
 
 
 # ==== Sums and products ====
@@ -457,16 +456,16 @@ def analysis_of_hard(runs):
     return result
 
 
-def analysis_of_plain(runs):
+def analysis_of_times(runs):
     result = {}
     for arm, of_seed in runs.items():
-        seconds = [mean(run["processor_seconds"]) for run in of_seed.values()]
+        seconds = [median(run["processor_seconds"]) for run in of_seed.values()]
         result[arm] = {"processor seconds of a step, by seed": rounded(seconds)}
     return result
 
 
 ANALYSES = dict.fromkeys(("digits", "digits, new seeds"), analysis_of_digits)
-ANALYSES |= {"digits by gradients": analysis_of_gradients, "plain": analysis_of_plain}
+ANALYSES |= {"digits by gradients": analysis_of_gradients, "timed, on a GPU": analysis_of_times}
 ANALYSES |= dict.fromkeys([name for name in ARMS if "hard" in name], analysis_of_hard)
 
 
@@ -497,39 +496,39 @@ def gather():
 
 
 def draw_picture(results):
-    """README's picture: what the weights are for, and accuracy over completions generated."""
+    """README's picture: what weights are for, and what was learned from how many completions."""
     import matplotlib.pyplot as plt
 
-    plt.rc("font", size=11)
-    plt.rc("axes", titleweight="bold", titlesize=12)
+    plt.rcParams.update({"font.size": 11, "axes.titleweight": "bold", "axes.titlesize": 12})
     colours = {"grpo": "black", "grpo-skip": "0.5", "dppo": "#0072B2", "CPPO": "#E69F00"}
     colours |= {"dppo-proportional": "#009E73", "dppo without weights": "#D55E00"}
+    colours |= {"dppo-proportional, with history": "#CC79A7"}
     fig, panels = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
     curves = {}  # (panel, method): (seeds, evaluations, 2)
     guesses = results["runs"]["small Qwen3 guesses or passes"]
     for name in ("grpo", "dppo", "dppo without weights", "CPPO"):
         of_seeds = [[point[::2][:2] for point in run["curve"]] for run in guesses[name].values()]
         curves[0, name] = torch.tensor(of_seeds)
-    for name in ("grpo-skip", "dppo", "dppo-proportional (0.9, 0)"):
+    for name in ARMS["hard, on a GPU"]:
         of_seeds = []
-        for run in results["experiments"]["digits"]["runs"][name].values():
+        for run in results["experiments"]["hard, on a GPU"]["runs"][name].values():
             made = [0, *accumulate(8 * count / 1000 for count in run["prompts_rolled"])]
-            of_seeds.append([(made[step], accuracy) for step, _, accuracy in run["curve"]])
-        curves[1, name.partition(" ")[0]] = torch.tensor(of_seeds)
-    shifts = {(0, "grpo"): -6, (0, "dppo"): 7, (0, "dppo without weights"): 0, (0, "CPPO"): -24}
-    shifts |= {(1, "grpo-skip"): -12, (1, "dppo"): 3, (1, "dppo-proportional"): 22}
-    for (panel, name), of_seeds in curves.items():
+            of_seeds.append([(made[step], value) for step, _, value in run["curve"]])
+        shortest = min(map(len, of_seeds))
+        curves[1, name] = torch.tensor([curve[:shortest] for curve in of_seeds])
+    shifts = [(6, -6), (6, 7), (6, 0), (6, -24), (6, -4), (-20, 34), (-8, 17), (-88, 56)]
+    for ((panel, name), of_seeds), shift in zip(curves.items(), shifts):
         for curve, width in [*zip(of_seeds, [0.6] * 8), (of_seeds.mean(dim=0), 3)]:
             panels[panel].plot(*curve.T, color=colours[name], linewidth=width)
-        place = {"xytext": (6, shifts[panel, name]), "textcoords": "offset points", "va": "center"}
+        place = {"xytext": shift, "textcoords": "offset points", "va": "center"}
         text = name.replace(" weights", "\nweights")
         panels[panel].annotate(text, curve[-1], color=colours[name], weight="bold", **place)
     panels[0].set(title="Without weights, a model guesses", xlabel="step", xlim=(0, 166))
     panels[0].set(ylabel="guesses where passing pays more", xticks=range(0, 101, 25))
     panels[0].set(ylim=(-0.06, 1.05), yticks=[0, 0.25, 0.5, 0.75, 1])
-    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 98), ylim=(0.4, 0.95))
-    panels[1].set(xlabel="completions generated, thousands", ylabel="accuracy, digits")
-    panels[1].set(xticks=range(0, 61, 20))
+    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 13.9), ylim=(0, 0.5))
+    panels[1].set(xlabel="completions generated, thousands", xticks=range(0, 13, 3))
+    panels[1].set(ylabel="probability of right sums, SmolLM2", yticks=[0, 0.1, 0.2, 0.3, 0.4])
     fig.savefig(PICTURE, dpi=140)
 
 
