@@ -444,7 +444,7 @@ def analysis_of_hard(runs):
             clipped += [norm > run["settings"]["max_grad_norm"] for norm in run["grad_norm"]]
         result[arm] = {"reach the level": f"{reached} of {len(of_arm)}"}
         result[arm]["clipped"] = round(mean(clipped), 3)
-        for name in ("processor_seconds", "prompts_rolled"):
+        for name in ("processor_seconds", "prompts_rolled", "completions_trained"):
             measured = partial(until, level=LEVEL, name=name)
             result[arm][name] = round(mean(map(measured, of_arm)), 1)
             if arm != "grpo-skip":
