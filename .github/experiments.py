@@ -27,8 +27,8 @@ alone by the same criterion; expected, after the first eight seeds: 0.55 and 0.4
 
 HARD: does it pay on a real model, against a control that has chosen its own batch? Sums and
 products for SmolLM2: of 192 prompts, 40 are sums of two digits, from which it learns, and 152
-products, which it never gets right. Measured is the mean probability of the right answer to 96
-held-out sums of two digits, without sampling, at every half epoch of the control.
+products, which it hardly ever gets right. Measured is the mean probability of the right answer to
+96 held-out sums of two digits, without sampling, at every half epoch of the control.
 
 The control chose its batch, alone ("pilot": grpo-skip, seed 100, never clipped, 15 epochs with 4, 8
 and 16 prompts a step, 6.5 with 32). Before, the probability is 0.04; after 15 epochs it is 0.59,
@@ -37,17 +37,18 @@ and 16 prompts a step, 6.5 with 32). Before, the probability is 0.04; after 15 e
 prompts, 180 steps. Of their norms, one in twenty exceeded 5.28: so --max_grad_norm 6.
 
 Arms, eight paired seeds: grpo-skip; dppo-proportional (0.9, 0), its first epoch included; the same
-with --history of the run of the next seed; dppo (0.7, 0). Measured are processor seconds of rollout
-and training until the level is reached, and completions generated until then, both over those of
-grpo-skip with the same seed, as the mean of the logarithms with its 95% interval. A run ends two
+with --history of the run of the next seed; dppo (0.7, 0). Primary: processor seconds of rollout and
+training until the level is reached, over those of grpo-skip with the same seed, as the mean of the
+logarithms with its 95% interval. Beside it: completions generated until then. A run ends two
 evaluations after it has reached the level, at the latest after 180 steps, and then counts at its
 full length. A gain if the upper end is below 0.9, none if the lower end is above it, otherwise
-undecided. Expected (simulated): 0.8 of the completions, 0.6 with history. "hard" is this on two
-cores, where seconds are primary; it has two seeds of three arms, since later machines could not
-multiply in bfloat16. "hard, on a GPU" (an H200) has all eight seeds. They ran at once, and what
-shares a GPU cannot be timed, so completions are primary there. Beside it, what clipping the norm at
-1 does to two arms ("hard, clipped, on a GPU", four seeds), and how long 24 steps take alone
-("timed, on a GPU", two seeds; plain grpo makes grpo-skip's updates up to rounding).
+undecided. Expected (simulated): 0.8 of the completions, 0.6 with history.
+
+Two seeds of three arms were made so, on two cores ("hard"). As later machines could not multiply in
+bfloat16, all eight seeds ran on an H200 ("hard, on a GPU"), at once. What shares a GPU cannot be
+timed. So after those two, but before these ran, completions were made primary, with the same
+bounds. Beside it: clipping at 1 ("hard, clipped, on a GPU", four seeds, planned for two) and 24
+steps alone ("timed, on a GPU"; grpo makes grpo-skip's updates up to rounding).
 
 GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
