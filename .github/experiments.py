@@ -5,12 +5,11 @@
     python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
 
 So are made "digits by gradients" 5,6,7, "digits, new seeds" and, with MODEL, pilot 100, "hard, on a
-GPU", "hard, clipped, on a GPU", "timed, on a GPU" and group 0. A run that was interrupted goes on
-where it was; one that needs another's history waits for the next call. Runs lie in
-runs/experiments, so that several processes may make them; gathered, they are in
-.github/comparison.json, with each prompt's successes and pi at every visit, norms before clipping
-and processor seconds. What is there under "runs" was made by commit b079a0a, grpo and grpo-skip on
-digits by f8378fc, as today's code would.
+GPU", "hard, clipped, on a GPU", "timed, on a GPU" and group 0. An interrupted run goes on where it
+was; one that needs another's history waits for the next call. Runs lie in runs/experiments, so that
+several processes may make them; gathered, they are in .github/comparison.json, with each prompt's
+successes and pi at every visit, norms before clipping and processor seconds. What is there under
+"runs" was made by commit b079a0a, grpo and grpo-skip on digits by f8378fc, as today's code would.
 
 DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
 from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
