@@ -516,7 +516,7 @@ def draw_picture(results):
             of_seeds.append([(made[step], value) for step, _, value in run["curve"]])
         shortest = min(map(len, of_seeds))
         curves[1, name] = torch.tensor([curve[:shortest] for curve in of_seeds])
-    shifts = [(6, -6), (6, 7), (6, 0), (6, -24), (6, -4), (-20, 34), (-8, 17), (-88, 56)]
+    shifts = [(6, -6), (6, 7), (6, 0), (6, -24), (6, -4), (-20, 43), (2, 24), (-88, 60)]
     for ((panel, name), of_seeds), shift in zip(curves.items(), shifts):
         for curve, width in [*zip(of_seeds, [0.6] * 8), (of_seeds.mean(dim=0), 3)]:
             panels[panel].plot(*curve.T, color=colours[name], linewidth=width)
@@ -526,7 +526,7 @@ def draw_picture(results):
     panels[0].set(title="Without weights, a model guesses", xlabel="step", xlim=(0, 166))
     panels[0].set(ylabel="guesses where passing pays more", xticks=range(0, 101, 25))
     panels[0].set(ylim=(-0.06, 1.05), yticks=[0, 0.25, 0.5, 0.75, 1])
-    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 13.9), ylim=(0, 0.5))
+    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 14.5), ylim=(0, 0.5))
     panels[1].set(xlabel="completions generated, thousands", xticks=range(0, 13, 3))
     panels[1].set(ylabel="probability of right sums, SmolLM2", yticks=[0, 0.1, 0.2, 0.3, 0.4])
     fig.savefig(PICTURE, dpi=140)
