@@ -2,35 +2,37 @@
 
     python -m pytest -q
 
-THEOREM. Let L be the mean of l_i over all N G completions of a step's window, and L_hat the mean of
-w_i l_i, which needs only those that are kept. If a rule has unbiased = True and gives pi > 0
-wherever there is a gradient, then averaged over the draws the step's first update has
+THEOREM. If a rule has unbiased = True and gives pi > 0 wherever there is a gradient, the first
+update of a step has, on average over the draws, the gradient of the loss of all N G completions:
 
-    E[grad L_hat] = grad L.
+    E[grad L_hat] = grad L,    where L is the mean of l_i, and L_hat that of w_i l_i.
 
-Fixed before the draws are the policy and the reference, the order of the prompts and what the rule
-remembers (so limit and N, too), the mean length by which dapo divides, and how every candidate
-would be answered and graded, although nobody looks at that of pruned ones.
+What is fixed before the draws:
+
+  - the policy and, for the KL term, the reference;
+  - what the rule remembers, and the order of the prompts, which together fix limit and N;
+  - the mean length by which dapo divides (a first step takes its own, and must prune no prompt);
+  - how each of the N prompts would be answered and graded. Nobody looks at that of pruned ones.
 
 PROOF. Lemma 1 is mathematics, the others are facts about the code.
 
-  1. E[w_i] = 1, unless l_i has no gradient. For one draw, pi (1/pi) + (1 - pi) 0 = 1; for the two
+  1. E[w_i] = 1, unless l_i has no gradient. In one draw, pi (1/pi) + (1 - pi) 0 = 1; of both
      levels, E[w_i] = E[w_q E[w_qi given the prompts that are drawn]] = E[w_q] = 1.
-  2. Given advantages and shares w_i/(N G Z_i), train_step follows the gradient of L_hat, whatever w
-     is. Packing changes nothing, and l is as published.
-  3. These are what dppo_step gives it: advantages in whole groups, and an N and Z_i that no draw
-     changes. (For dapo, whose first step divides by its own mean length, that step prunes none.)
+  2. With shares w_i/(N G Z_i), train_step follows grad L_hat, whatever w is. Here l is the
+     published loss, and packing makes no difference.
+  3. These are the shares that dppo_step gives it, with advantages in whole groups, and no draw
+     changes N or Z_i.
 
-So E[grad L_hat] is the mean of E[w_i] grad l_i, which is the mean of grad l_i, grad L.
+So E[grad L_hat] = mean of E[w_i] grad l_i = mean of grad l_i = grad L.
 
-The first test is the idea by hand, the second the whole theorem: from draws to gradients, with the
-gradient of every outcome. The lemmas follow, for any weights and for later updates, and then six
-ways to lose it. The last two of these limit the theorem: it holds neither for later updates on a
-rollout, for which prompts cannot be drawn anew, nor for what clipping and Adam make of a gradient.
+The tests begin with the idea, by hand, and the theorem itself. After the lemmas come six ways to
+lose it, of which dppo.py refuses the third. The last two limit the theorem: it holds neither for
+later updates on a rollout, as prompts cannot be drawn anew, nor for what clipping and Adam make of
+a gradient. (That advantages are GRPO's is the first test after the proof.)
 
-Not proven: that random numbers are random (one test counts them); that rollouts and rewards have
-the same distribution whichever prompts survive; anything about other models or bfloat16; and that
-prompts count the same over an epoch (low pi makes a window longer).
+Not proven: that random numbers are random and draws independent (one test counts them); that
+rollouts and rewards have the same distribution whichever prompts survive; anything about other
+models or bfloat16; and that prompts count the same over an epoch (low pi makes a window longer).
 """
 
 import inspect
@@ -87,6 +89,8 @@ def test_four_gradients_keep_their_mean_of_2_although_two_are_always_pruned():
 
 
 # ==== The theorem ====
+# Further down, every_result(f) runs f with every outcome of its draws, and Given is a tiny Qwen3 with
+# random completions of six prompts and their published losses.
 PAPER, OURS, OWN = "dppo", "dppo-proportional", "test_dppo:OwnRule"
 G = 3  # completions of each of six prompts
 
@@ -104,7 +108,6 @@ G = 3  # completions of each of six prompts
     ],
 )
 def test_theorem(method, objective, beta, most, upcoming):
-    """The expectation is over every outcome of the draws of dppo_step. L is the published loss."""
     given = Given(objective, beta=beta)
     windows, kept = set(), set()
 
@@ -114,13 +117,15 @@ def test_theorem(method, objective, beta, most, upcoming):
         windows.add((step.limit, step.N))
         kept.add(tuple(step.prompts.tolist()))
 
+    # The gradient that dppo_step follows, on average.
     outcomes = every_result(partial(given.descent, update))
     expectation = sum(p * gradient for p, gradient in outcomes)
     assert len(outcomes) > len(kept) > 1 and all(kept)  # both levels prune, but never all
-
     [(limit, N)] = windows  # the same, whatever is drawn
     assert limit == min(most, 4)
-    times = torch.bincount(torch.tensor(upcoming[:N]), minlength=6)  # each prompt is in the window
+
+    # The gradient of all completions of the window.
+    times = torch.bincount(torch.tensor(upcoming[:N]), minlength=6)  # each is in the window
     A = group_advantages(REWARDS, scale_by_std=objective != "dr_grpo")
     L = (times[:, None] * given.losses(A)).sum() / (N * G)
     full = given.gradient(L)
@@ -130,10 +135,9 @@ def test_theorem(method, objective, beta, most, upcoming):
 
 # ==== Every outcome, in place of chance ====
 def every_draw(pi):
-    """All outcomes of draw(pi) -> [(probability, (n,) weights)]. Chance is an order and a number u.
-    Between two values of u at which a tooth of the comb meets the end of an item, all u have the
-    same outcome. Items with a pi of 0 or 1 do not change which others are hit, so they stand last.
-    """
+    """All outcomes of draw(pi) -> [(probability, (n,) weights)]. A draw depends on an order and on
+    u. In one order, outcomes change only where a tooth meets an item's end, so one u between two
+    such places is enough. Items whose pi is 0 or 1 do not shift others, and so may stand last."""
     loose = [i for i in range(len(pi)) if 0 < pi[i] < 1]
     others = [i for i in range(len(pi)) if i not in loose]
     orders = list(itertools.permutations(loose))
@@ -156,9 +160,8 @@ class OneMore(Exception):
 
 
 def every_result(function, *script):
-    """All outcomes of a function that draws -> [(probability, result)]. Its first draws give what
-    the script says. If it then asks for one more, each outcome of that draw makes a longer script.
-    """
+    """All outcomes of a function that draws -> [(probability, result)]. Its draws give what the
+    script says. When it asks for one more, each outcome of that one makes a longer script."""
     with mock.patch.object(dppo, "draw", side_effect=[*script, OneMore]) as scripted:
         try:
             return [(1.0, function())]
@@ -217,8 +220,8 @@ def logprobs_of(model, sequence):
 
 
 class Given:
-    """A random Qwen3 and its reference. At later updates there is an old policy, too, which differs
-    so much that tokens are clipped."""
+    """A random Qwen3 in float64 (tiny_model, after the proof) and its reference. At later updates
+    there is also an old policy, which differs so much that tokens are clipped."""
 
     def __init__(self, objective="grpo", first=True, dtype=torch.float64, **settings):
         defaults = {"group_size": G, "prompts_per_step": 3, "temperature": TEMPERATURE, "beta": 0.0}
@@ -295,30 +298,19 @@ def test_draw_keeps_each_item_with_its_own_probability(pi):
     assert torch.allclose(expectation, (pi > 0).double(), rtol=0, atol=1e-12)
 
 
-def weights_of_both_levels(rule, generator=None):
-    """(6, G) w = w_q w_qi, 0 outside the window."""
-    _, prompts, w_q = prune_prompts(rule, torch.arange(6), 3, generator)
-    w = torch.zeros(6, G).double()
-    w[prompts] = w_q[:, None] * prune_completions(rule, ADVANTAGES[prompts], w_q, generator)
-    return w
-
-
-@pytest.mark.parametrize("method, N", [(PAPER, 5), (OURS, 4), (OWN, 5)])
-def test_the_product_of_both_weights_has_the_expectation_1(method, N):
-    rule = rule_with_history(method)
-    outcomes = every_result(partial(weights_of_both_levels, rule))
-    expectation = sum(p * w for p, w in outcomes)
-    needed = ADVANTAGES[:N] != 0
-    assert (expectation[:N][needed] - 1).abs().max() < 1e-7
-
-
 def test_real_draws_of_both_levels_have_the_mean_1():
     """Counted, not enumerated: is there chance, and are the two levels independent?"""
     rule = rule_with_history()
     generator = torch.Generator().manual_seed(0)
-    mean = sum(weights_of_both_levels(rule, generator) for _ in range(4000)) / 4000
+    total = torch.zeros(5, G).double()
+    for _ in range(4000):
+        N, prompts, w_q = prune_prompts(rule, torch.arange(6), 3, generator)
+        w_qi = prune_completions(rule, ADVANTAGES[prompts], w_q, generator)
+        total[prompts] += w_q[:, None] * w_qi
+
+    mean = total / 4000
     needed = ADVANTAGES[:5] != 0
-    assert (mean[:5][needed] - 1).abs().max() < 0.15
+    assert N == 5 and (mean[needed] - 1).abs().max() < 0.15
 
 
 # ==== Lemma 2: train_step follows the gradient of L_hat ====
@@ -337,10 +329,13 @@ def test_an_update_follows_the_gradient_of_the_weighted_losses(objective, beta, 
     assert (descent - gradient).norm() < 1e-6 * gradient.norm()
 
 
-def test_these_sequences_are_packed_in_slots_in_batches_and_predicted_in_pieces_of_512_tokens():
-    batch, *others = dppo.pack_micro_batches(SEQUENCES, range(6 * G), Given().config)
+def test_these_sequences_fill_slots_and_batches_and_have_logits_for_512_tokens_at_a_time():
+    given, made = Given(), []
+    given.model.lm_head.register_forward_hook(lambda head, x, logits: made.append(len(logits)))
+    batch, *others = dppo.pack_micro_batches(SEQUENCES, range(6 * G), given.config)
+    dppo.completion_logprobs(given.model, SEQUENCES, batch, TEMPERATURE)
     assert others and len(batch) > 1
-    assert LENGTHS.flatten()[list(itertools.chain(*batch))].sum() > 512
+    assert len(made) > 1 and max(made) == 512
 
 
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
@@ -361,25 +356,18 @@ def test_a_first_update_without_KL_follows_the_policy_gradient(objective):
     assert (gradient - expected).norm() < 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_completions_with_an_advantage_of_0_have_a_gradient_only_by_KL(beta):
-    given = Given(beta=beta)
-    gradient = given.gradient(given.losses(torch.zeros(6, G)).sum())
-    assert bool(gradient.any()) == (beta > 0)
-
-
 # ==== Lemma 3: dppo_step gives train_step advantages of whole groups and shares w/(N G Z) ====
 @pytest.mark.parametrize("mean_length, w_q", [(MEAN_LENGTH, [1, 0, 2, 0, 3]), (0.0, [1] * 5)])
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
 def test_updates_have_advantages_of_whole_groups_and_shares(objective, mean_length, w_q):
-    """Whatever is drawn, here for two updates. (A mean length of 0 makes it a first step.)"""
+    """Whatever is drawn, and in both of two updates. (A mean length of 0 makes it a first step.)"""
     given = Given(objective, inner_epochs=2)
     rule = rule_with_history(OURS, prompts_per_step=5)
     w_q = torch.tensor(w_q).double()  # of a window of five
     prompts = w_q.nonzero()[:, 0]
     w_qi = torch.rand(2, len(prompts), G).double()
     scripted = mock.patch.object(dppo, "draw", side_effect=[w_q, *w_qi.flatten(1)])
-    with scripted as draw, mock.patch.object(dppo, "train_step") as train_step:
+    with scripted as draws, mock.patch.object(dppo, "train_step") as train_step:
         step = given.step(rule, None, mean_length=mean_length)
 
     A = group_advantages(REWARDS[prompts], scale_by_std=objective != "dr_grpo")
@@ -393,7 +381,7 @@ def test_updates_have_advantages_of_whole_groups_and_shares(objective, mean_leng
     assert torch.equal(step.w, w[0])
 
     pi = rule.completion_probabilities(A, w_q[prompts]).flatten()
-    _, first, second = draw.call_args_list  # so completions are drawn anew
+    _, first, second = draws.call_args_list  # so completions are drawn anew
     assert torch.equal(first.args[0], pi) and torch.equal(second.args[0], pi)
 
 
@@ -415,7 +403,7 @@ def test_1_dividing_by_the_number_that_is_kept_is_biased():
 
 
 def test_2_centring_advantages_again_after_pruning_is_biased():
-    """Relative to its A, the first completion then counts w (A - what is subtracted)/A."""
+    """It gives an advantage w (A - what is subtracted) in place of w A, which is A on average."""
     A = GRADIENTS - GRADIENTS.mean()
     assert bias(lambda w: w[0] * (A[0] - A[w > 0].mean()) / A[0]) > 0.05
 
@@ -439,8 +427,8 @@ def test_4_looking_on_until_one_survives_is_biased():
 
 
 def test_5_a_draw_used_again_for_a_second_update_is_biased():
-    """As theta depends on it. Here theta goes from 0 to 1 on average, where all gradients, which
-    have fallen by theta, have the mean 0. So it should stay there."""
+    """It is no longer independent of theta. Here theta rises from 0 to 1 on average, and gradients
+    fall by as much, so that their mean is 0 and theta should stay at 1."""
 
     def theta_after_two(w):
         theta = (w * GRADIENTS).mean()
@@ -547,13 +535,6 @@ def test_an_update_tells_how_much_it_trained():
     metrics = given.update(shares, torch.optim.SGD(given.model.parameters()))
     trained = LENGTHS[:, [0, 2]]
     assert metrics["completions_trained"] == 12 and metrics["tokens_trained"] == trained.sum()
-
-
-def test_logits_are_made_for_at_most_512_tokens_at_a_time():
-    given, made = Given(), []
-    given.model.lm_head.register_forward_hook(lambda *call: made.append(len(call[2])))
-    given.update(torch.ones(6, G), torch.optim.SGD(given.model.parameters()))
-    assert max(made) == 512
 
 
 def test_updates_below_bfloat16_resolution_add_up_in_float32_masters():

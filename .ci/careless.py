@@ -61,7 +61,7 @@ CHANGES = r"""
 # scores remembered at the place in the batch
 + self.memory["score"][: len(prompts)] = advantages.abs().mean(dim=1)
 
-## four_gradients, draw_keeps, expectation_one, exceed, exactly_one, for_certain
+## four_gradients, draw_keeps, exceed, for_certain, real_draws
 - scatter(0, kept, 1 / pi[kept])
 # weights forgotten
 + scatter(0, kept, 1)
@@ -118,7 +118,7 @@ CHANGES = r"""
 # completions of other prompts (repeat for repeat_interleave)
 + Sequence(prompts[i % len(prompts)]
 
-## packing, micro_batch, linear
+## packing, micro_batch, follows
 - zip(prompt + completion, count(), owners)
 # positions do not restart
 + zip(prompt + completion, count(len(row)), owners)
@@ -136,7 +136,7 @@ CHANGES = r"""
 # places among those kept taken for their indices
 + slots.append(slot)
 
-## formula, linear, moves_nothing, far_below
+## follows, moves_nothing, far_below
 - surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
 # the larger of clipped and unclipped
 + surrogate = torch.max(rho * A, rho.clamp(1 - down, 1 + up) * A)
@@ -174,7 +174,7 @@ CHANGES = r"""
 # Adam's momentum moves the model without a gradient
 + if grad_norm < math.inf:
 
-## advantages_and_shares, later_updates, biased_rule, reward_gets
+## advantages_and_shares, remembers, later_updates, biased_rule, reward_gets
 - w = w_q[:, None] * w_qi
 # the prompts' weights forgotten
 + w = w_qi
