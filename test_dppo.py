@@ -26,9 +26,9 @@ PROOF. Lemma 1 is mathematics, the others are facts about the code.
 So E[grad L_hat] = mean of E[w_i] grad l_i = mean of grad l_i = grad L.
 
 The tests begin with the idea, by hand, and the theorem itself. After the lemmas come six ways to
-lose it, of which dppo.py refuses the third. The last two limit the theorem: it holds neither for
-later updates on a rollout, as prompts cannot be drawn anew, nor for what clipping and Adam make of
-a gradient. (That advantages are GRPO's is the first test after the proof.)
+lose it. dppo.py refuses the third, and the last two limit the theorem: it holds neither for later
+updates on a rollout, as prompts cannot be drawn anew, nor for what clipping and Adam make of a
+gradient. (That advantages are GRPO's is the first test after the proof.)
 
 Not proven: that random numbers are random and draws independent (one test counts them); that
 rollouts and rewards have the same distribution whichever prompts survive; anything about other
@@ -89,8 +89,8 @@ def test_four_gradients_keep_their_mean_of_2_although_two_are_always_pruned():
 
 
 # ==== The theorem ====
-# Further down, every_result(f) runs f with every outcome of its draws, and Given is a tiny Qwen3 with
-# random completions of six prompts and their published losses.
+# What it uses comes next: every_result(f) runs f with every outcome of its draws, and Given has a
+# tiny Qwen3, random completions of six prompts, and their losses by the published formulas.
 PAPER, OURS, OWN = "dppo", "dppo-proportional", "test_dppo:OwnRule"
 G = 3  # completions of each of six prompts
 
@@ -125,9 +125,9 @@ def test_theorem(method, objective, beta, most, upcoming):
     assert limit == min(most, 4)
 
     # The gradient of all completions of the window.
-    times = torch.bincount(torch.tensor(upcoming[:N]), minlength=6)  # each is in the window
+    counts = torch.bincount(torch.tensor(upcoming[:N]), minlength=6)  # of prompts in the window
     A = group_advantages(REWARDS, scale_by_std=objective != "dr_grpo")
-    L = (times[:, None] * given.losses(A)).sum() / (N * G)
+    L = (counts[:, None] * given.losses(A)).sum() / (N * G)
     full = given.gradient(L)
     assert full.norm() > 0.01
     assert (expectation - full).norm() < 1e-6 * full.norm()
@@ -366,6 +366,8 @@ def test_updates_have_advantages_of_whole_groups_and_shares(objective, mean_leng
     w_q = torch.tensor(w_q).double()  # of a window of five
     prompts = w_q.nonzero()[:, 0]
     w_qi = torch.rand(2, len(prompts), G).double()
+
+    # Draws give these, first the one of prompts, then two of completions.
     scripted = mock.patch.object(dppo, "draw", side_effect=[w_q, *w_qi.flatten(1)])
     with scripted as draws, mock.patch.object(dppo, "train_step") as train_step:
         step = given.step(rule, None, mean_length=mean_length)
@@ -374,15 +376,15 @@ def test_updates_have_advantages_of_whole_groups_and_shares(objective, mean_leng
     w = w_q[prompts, None] * w_qi  # (updates, B, G)
     lengths = LENGTHS[prompts]
     Z = {"dr_grpo": LONGEST, "dapo": mean_length or lengths.mean()}.get(objective, lengths)
-    for number, update in enumerate(train_step.call_args_list):
+    for update, its_w in zip(train_step.call_args_list, w, strict=True):
         _, _, _, advantages, shares, *_ = update.args
         assert torch.equal(advantages, A)
-        assert torch.allclose(shares, w[number] / (5 * G * Z))
+        assert torch.allclose(shares, its_w / (5 * G * Z))
     assert torch.equal(step.w, w[0])
 
     pi = rule.completion_probabilities(A, w_q[prompts]).flatten()
-    _, first, second = draws.call_args_list  # so completions are drawn anew
-    assert torch.equal(first.args[0], pi) and torch.equal(second.args[0], pi)
+    for completions in draws.call_args_list[1:]:
+        assert torch.equal(completions.args[0], pi)
 
 
 # ==== Six ways to lose it ====
