@@ -142,14 +142,14 @@ def every_draw(pi):
     others = [i for i in range(len(pi)) if i not in loose]
     orders = list(itertools.permutations(loose))
     outcomes = Counter()
-    with mock.patch.multiple(torch, randperm=mock.DEFAULT, rand=mock.DEFAULT) as chance:
+    randperm, rand = mock.Mock(), mock.Mock()
+    with mock.patch("torch.randperm", randperm), mock.patch("torch.rand", rand):
         for order in orders:
             order = torch.tensor([*order, *others]).long()
+            randperm.return_value = order
             ends = (pi[order].cumsum(0) % 1).round(decimals=12).tolist()
             for low, high in itertools.pairwise(sorted({0.0, 1.0, *ends})):
-                u = torch.tensor([(low + high) / 2], dtype=torch.float64)
-                chance["randperm"].return_value = order
-                chance["rand"].return_value = u
+                rand.return_value = torch.tensor([(low + high) / 2], dtype=torch.float64)
                 weights = draw(pi, None)
                 outcomes[tuple(weights.tolist())] += (high - low) / len(orders)
     return [(p, torch.tensor(weights, dtype=torch.float64)) for weights, p in outcomes.items()]
@@ -174,7 +174,7 @@ def every_result(function, *script):
     return results
 
 
-# ==== What is given: rewards, answers, a rule and a model ====
+# ==== What is given: rewards, completions and rules ====
 # In the fourth group, a reward is missing. In the first and the last, all are equal.
 REWARDS = [[0, 0, 0], [1, 0.7, 0.2], [1, 0, 0], [math.nan, 0.9, 1], [0, 0, 1], [1, 1, 1]]
 REWARDS = torch.tensor(REWARDS, dtype=torch.float64)
@@ -211,6 +211,7 @@ def rule_with_history(method=PAPER, r_q=0.9, r_o=0.7, **settings):
     return rule
 
 
+# ==== The published losses, and the code that is compared with them ====
 def logprobs_of(model, sequence):
     """(tokens,) log-probabilities of a completion, by the model's own forward pass."""
     prompt, completion = sequence
@@ -226,12 +227,14 @@ class Given:
     def __init__(self, objective="grpo", first=True, dtype=torch.float64, **settings):
         defaults = {"group_size": G, "prompts_per_step": 3, "temperature": TEMPERATURE, "beta": 0.0}
         defaults |= {"max_completion_tokens": LONGEST, "micro_batch_tokens": 768}
-        self.config = Config(objective=objective, max_grad_norm=1e9, **defaults | settings)
+        defaults["max_grad_norm"] = 1e9  # no clipping
+        self.config = Config(objective=objective, **defaults | settings)
         self.model = tiny_model(dtype)
         self.reference = tiny_model(dtype, initializer_range=0.1)
         with torch.no_grad():
             self.ref = {i: logprobs_of(self.reference, s) for i, s in enumerate(SEQUENCES)}
-        self.old = None if first else {i: 0.7 * logprobs for i, logprobs in self.ref.items()}
+        old = {i: (0.6 + 0.2 * (i % 5)) * logprobs for i, logprobs in self.ref.items()}
+        self.old = None if first else old
         self.Z = {"dr_grpo": LONGEST, "dapo": MEAN_LENGTH}.get(objective, LENGTHS)
 
     def losses(self, A):
@@ -308,9 +311,8 @@ def test_real_draws_of_both_levels_have_the_mean_1():
         w_qi = prune_completions(rule, ADVANTAGES[prompts], w_q, generator)
         total[prompts] += w_q[:, None] * w_qi
 
-    mean = total / 4000
-    needed = ADVANTAGES[:5] != 0
-    assert N == 5 and (mean[needed] - 1).abs().max() < 0.15
+    errors = (total / 4000 - 1)[ADVANTAGES[:5] != 0]
+    assert N == 5 and errors.abs().max() < 0.15
 
 
 # ==== Lemma 2: train_step follows the gradient of L_hat ====
@@ -339,12 +341,14 @@ def test_these_sequences_fill_slots_and_batches_and_have_logits_for_512_tokens_a
 
 
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
-def test_tokens_are_clipped_in_later_updates_only(objective):
+def test_both_bounds_clip_but_not_in_a_first_update(objective):
+    down, up = CLIPPING[objective]
     for first in (True, False):
         given = Given(objective, first)
         losses = given.losses(ADVANTAGES)
-        with mock.patch.dict(CLIPPING, {objective: (math.inf, math.inf)}):
-            assert torch.equal(given.losses(ADVANTAGES), losses) == first
+        for bounds in ((math.inf, up), (down, math.inf)):
+            with mock.patch.dict(CLIPPING, {objective: bounds}):
+                assert torch.equal(given.losses(ADVANTAGES), losses) == first
 
 
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
@@ -388,61 +392,44 @@ def test_updates_have_advantages_of_whole_groups_and_shares(objective, mean_leng
 
 
 # ==== Six ways to lose it ====
-# Of four gradients with the mean 1, a draw keeps two or three.
-GRADIENTS = torch.tensor([4.0, 2.0, -1.0, -1.0], dtype=torch.float64)
-PI = torch.tensor([0.25, 0.5, 0.75, 0.75], dtype=torch.float64)
+def test_six_ways_to_lose_it():
+    """In a toy of four gradients, whose mean is 1 and of which a draw keeps two or three."""
+    gradients = torch.tensor([4.0, 2.0, -1.0, -1.0], dtype=torch.float64)
+    pi = torch.tensor([0.25, 0.5, 0.75, 0.75], dtype=torch.float64)
 
+    def bias(estimate):
+        return abs(sum(p * estimate(w) for p, w in every_draw(pi)) - 1)
 
-def bias(estimate, pi=PI):
-    """|E[estimate(w)] - 1| for the weights w of a draw."""
-    return abs(sum(p * estimate(w) for p, w in every_draw(pi)) - 1)
+    assert bias(lambda w: (w * gradients).mean()) < 1e-12
 
+    # 1. Divide by the number that is kept, even if its mean, 2.25, makes up for it.
+    assert bias(lambda w: (w * gradients).sum() / w.count_nonzero() * 2.25 / 4) > 0.05
 
-def test_1_dividing_by_the_number_that_is_kept_is_biased():
-    """Even if that number's mean makes up for it, as numerator and denominator are correlated."""
-    assert bias(lambda w: (w * GRADIENTS).sum() / 4) < 1e-12
-    assert bias(lambda w: (w * GRADIENTS).sum() / w.count_nonzero() * PI.sum() / 4) > 0.05
-
-
-def test_2_centring_advantages_again_after_pruning_is_biased():
-    """It gives an advantage w (A - what is subtracted) in place of w A, which is A on average."""
-    A = GRADIENTS - GRADIENTS.mean()
+    # 2. Centre advantages again after pruning. Relative to A, the first then has another mean.
+    A = gradients - gradients.mean()
     assert bias(lambda w: w[0] * (A[0] - A[w > 0].mean()) / A[0]) > 0.05
 
-
-def test_3_removing_the_lowest_for_certain_is_refused():
+    # 3. Remove the lowest for certain. This is refused.
     rule = rule_with_history()
     highest = ADVANTAGES.abs() >= ADVANTAGES.abs().median()
     rule.completion_probabilities = mock.Mock(return_value=highest)
     with pytest.raises(ValueError, match="0 < pi <= 1"):
         prune_completions(rule, ADVANTAGES, torch.ones(6), None)
 
+    # 4. Look on until one has survived, and average over those that were looked at.
+    assert bias(lambda w: (w * gradients)[: int(w.nonzero()[0]) + 1].mean()) > 0.05
 
-def test_4_looking_on_until_one_survives_is_biased():
-    """Each survives with probability 1/2, and all that were looked at count."""
-
-    def mean_of_those(w):
-        looked_at = int(w.nonzero()[0]) + 1
-        return (w * GRADIENTS)[:looked_at].mean()
-
-    assert bias(mean_of_those, pi=torch.full((4,), 0.5).double()) > 0.05
-
-
-def test_5_a_draw_used_again_for_a_second_update_is_biased():
-    """It is no longer independent of theta. Here theta rises from 0 to 1 on average, and gradients
-    fall by as much, so that their mean is 0 and theta should stay at 1."""
-
+    # 5. Use a draw again for a second update, which is no longer independent of theta. Here theta
+    # rises from 0 to 1 on average, and gradients fall by as much, so it should stay at 1.
     def theta_after_two(w):
-        theta = (w * GRADIENTS).mean()
-        return theta + (w * (GRADIENTS - theta)).mean()
+        theta = (w * gradients).mean()
+        return theta + (w * (gradients - theta)).mean()
 
     assert bias(theta_after_two) > 0.05
 
-
-def test_6_an_update_is_biased_where_the_norm_is_clipped_and_by_adam():
-    """Adam's first update is the gradient's sign, whatever its size."""
-    assert bias(lambda w: (w * GRADIENTS).mean().clamp(-1, 1)) > 0.05
-    assert bias(lambda w: (w * GRADIENTS).mean().sign()) > 0.05
+    # 6. Clip the norm, or use Adam, whose first update is the gradient's sign.
+    assert bias(lambda w: (w * gradients).mean().clamp(-1, 1)) > 0.05
+    assert bias(lambda w: (w * gradients).mean().sign()) > 0.05
 
 
 # ==== 1. Advantages and pruning ====
@@ -537,6 +524,12 @@ def test_an_update_tells_how_much_it_trained():
     metrics = given.update(shares, torch.optim.SGD(given.model.parameters()))
     trained = LENGTHS[:, [0, 2]]
     assert metrics["completions_trained"] == 12 and metrics["tokens_trained"] == trained.sum()
+
+
+def test_a_gradient_longer_than_allowed_is_clipped():
+    given = Given(max_grad_norm=1e-3)
+    descent = given.descent(partial(given.update, torch.ones(6, G)))
+    assert descent.norm().item() == pytest.approx(1e-3)
 
 
 def test_updates_below_bfloat16_resolution_add_up_in_float32_masters():

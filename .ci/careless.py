@@ -61,7 +61,7 @@ CHANGES = r"""
 # scores remembered at the place in the batch
 + self.memory["score"][: len(prompts)] = advantages.abs().mean(dim=1)
 
-## four_gradients, draw_keeps, exceed, for_certain, real_draws
+## four_gradients, draw_keeps, exceed, six_ways, real_draws
 - scatter(0, kept, 1 / pi[kept])
 # weights forgotten
 + scatter(0, kept, 1)
