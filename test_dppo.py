@@ -322,7 +322,7 @@ def test_real_draws_of_both_levels_have_the_mean_1():
 def test_an_update_follows_the_gradient_of_the_weighted_losses(objective, beta, first):
     given = Given(objective, first, beta=beta)
     w = torch.linspace(0, 3, 6 * G).view(6, G)  # any weights
-    w[:, 1] = 0
+    w[:, 1] = 0  # pruned
     L_hat = (w * given.losses(ADVANTAGES)).mean()
     gradient = given.gradient(L_hat)
 
