@@ -43,7 +43,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -594,7 +594,7 @@ class MasterAdam(torch.optim.Adam):
         self.weights = list(model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         super().__init__(self.masters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
-        model.zero_grad()  # a step that was interrupted may have left gradients
+        model.zero_grad()  # of an interrupted step
         for weight in self.weights:
             weight.grad_dtype = torch.float32
 
@@ -617,8 +617,7 @@ def refusing(what):
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or hasattr(error, "__notes__"):
             raise
-        cause = str(error.__cause__ or error.__context__ or "")  # of which it may say nothing
-        raise Refused(f"{what}{error} {'' if cause in str(error) else cause}") from error
+        raise Refused(f"{what}{error} {error.__cause__ or ''}") from None  # once
 
 
 @torch.no_grad()
@@ -687,9 +686,6 @@ def exact(prompts, completions, answer, **columns):
     return rewards
 
 
-REWARDS = {"gsm8k": gsm8k, "exact": exact}
-
-
 # ---- 8. Tasks
 @dataclass
 class Task:
@@ -702,14 +698,14 @@ class Task:
 
 
 def load_task(config):
-    """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
+    """The user's task, or the embedded one. Data and reward are tried before the model loads."""
     task = user_task(config) if config.model else sorting_task(config)
     task.evals = {name: examples for name, examples in task.evals.items() if examples}
     tokenizer, some = task.tokenizer, task.train[:99]
     try:
         reward_completions(task, some, [Sequence([], [])] * len(some))
     except Exception as error:
-        error.add_note("The reward was tried on empty completions.")
+        error.add_note(f"Tried on empty completions of prompts like {some[0]['prompt']!r:.60}")
         raise
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
@@ -736,7 +732,7 @@ def load_task(config):
 def reward_completions(task, examples, sequences):
     """B examples, B G sequences -> (B, G) float64 rewards, NaN where there is none."""
     G = len(sequences) // len(examples)
-    rows = []
+    columns = {}
     for i, (prompt_ids, ids) in enumerate(sequences):
         text = task.tokenizer.decode([token for token in ids if token not in task.end_ids])
         begun = task.tokenizer.decode(prompt_ids[-20:]).rpartition("</think>")[2]
@@ -745,16 +741,13 @@ def reward_completions(task, examples, sequences):
         prompt = examples[i // G]["prompt"]
         message = [{"role": "assistant", "content": text}]
         row = {"prompts": prompt, "completions": text if isinstance(prompt, str) else message}
-        rows.append(examples[i // G] | row | {"completion_ids": ids})
-    # A reward without **columns gets those that it names.
+        for name, value in (examples[i // G] | row | {"completion_ids": ids}).items():
+            columns.setdefault(name, []).append(value)
     takes = inspect.signature(task.reward).parameters
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-    columns = {}
-    for name in rows[0].keys() - {"prompt", "prompt_ids"}:
-        if takes_all or name in takes:
-            columns[name] = [row[name] for row in rows]
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
+        columns = {name: columns[name] for name in columns.keys() & takes.keys()}
     values = task.reward(**columns)
-    with refusing(f"rewards must be a list of {len(rows)} numbers or None, not {values!r:.60}: "):
+    with refusing(f"rewards must be {len(sequences)} numbers or None, not {values!r:.60}: "):
         numbers = []
         for value in values[:]:  # [:] refuses sets and dicts
             numbers.append(math.nan if value is None else value)
@@ -766,6 +759,9 @@ def user_task(config):
     """The user's task, as yet without its model."""
     with refusing(f"{config.model} cannot be loaded: "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    known = re.findall(r"\w+", f"return_dict chat_template {tokenizer.chat_template}")
+    for name in config.template_kwargs.keys() - known:
+        raise Refused(f"--chat_template_kwargs: the template has no {name}")
     evals = {}
     for spec in filter(None, config.eval_dataset.split(",")):
         evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
@@ -776,8 +772,8 @@ def user_task(config):
 
 
 def load_examples(spec, split, config, tokenizer, evaluated=()):
-    """Shuffled examples of a json, jsonl, parquet or csv file, or of path[[:config]:split]."""
-    with refusing(f"{spec} cannot be read: "):
+    """Shuffled examples of a file, or of path[[:config]:split] on the Hub."""
+    with refusing(f"{spec} is empty, or no json, parquet or regular csv: "):
         if not Path(spec).is_file():
             path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
             *names, split = names or [split]
@@ -787,7 +783,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
                 header, *rows = filter(None, csv.reader(file, strict=True))
             rows = datasets.Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows])
         else:
-            kind = "parquet" if spec.endswith(".parquet") else "json"
+            kind = "parquet" if spec.lower().endswith(".parquet") else "json"
             rows = datasets.load_dataset(kind, data_files=glob.escape(spec), split="train")
     prompts = [name for name in config.prompt_column.split(",") if name in rows.column_names]
     answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
@@ -800,14 +796,14 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     for row in tqdm(rows.shuffle(seed=0), spec, leave=False, delay=5):  # alike for every --seed
         if answers:
             row["answer"] = row[answers[0]]
-        with refusing(f"{spec} has a prompt that cannot be read, {row[prompts[0]]!r:.60}: "):
+        with refusing(f"{spec} has a prompt that cannot be used, {row[prompts[0]]!r:.60}: "):
             prompt, ids = encode_prompt(row[prompts[0]] or "", config, tokenizer)
         if is_ours and config.reward_function([""], [""], [row["answer"]]) == [None]:
             left_out.setdefault("not gradable", []).append(row["answer"])
         elif not (prompt and ids):
             left_out.setdefault("empty", []).append(prompt)
         elif len(ids) > config.max_prompt_tokens:
-            left_out.setdefault("too long", []).append(prompt)
+            left_out.setdefault("over --max_prompt_tokens", []).append(prompt)
         elif tuple(ids) in taken:
             left_out.setdefault("repeated or evaluated", []).append(prompt)
         else:
@@ -817,7 +813,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     for reason, some in left_out.items():
         told += f", {len(some)} {reason} ({some[0]!r:.40})"
     if not examples:
-        raise Refused(f"{told}: see --reward, --answer_column, --max_prompt_tokens, --eval_dataset")
+        raise Refused(told)
     print(f"{told}; the first ends {tokenizer.decode(examples[0]['prompt_ids'])[-60:]!r}")
     return examples
 
@@ -827,6 +823,8 @@ def encode_prompt(prompt, config, tokenizer):
     messages, system = prompt, config.system_prompt
     if isinstance(prompt, str):
         if prompt.startswith(tuple(tokenizer.all_special_tokens)):  # it is in the template
+            if system:
+                raise Refused("--system_prompt cannot enter its template")
             return prompt, tokenizer.encode(prompt, add_special_tokens=False)
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
@@ -836,7 +834,7 @@ def encode_prompt(prompt, config, tokenizer):
         messages = [{"role": "system", "content": system}, *messages]
     goes_on = messages[-1]["role"] == "assistant"  # then its message is continued
     options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    return prompt, tokenizer.apply_chat_template(messages, **config.template_kwargs | options)
+    return prompt, tokenizer.apply_chat_template(messages, **options | config.template_kwargs)
 
 
 # ---- 10. The embedded task: sort digits
@@ -892,7 +890,7 @@ def warm_started(tokenizer):
             sequences.append(Sequence(example["prompt_ids"], tokenizer.encode(answer)))
         optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / 400)
         # Imitation is a policy gradient on given completions of advantage 1.
-        shares = torch.tensor([1 / (64 * len(sequence.completion)) for sequence in sequences])
+        shares = torch.tensor([1 / (64 * len(ids)) for _, ids in sequences])
         train_step(model, optimizer, sequences, torch.ones(64), shares, None, None, config)
     cached.parent.mkdir(parents=True, exist_ok=True)
     with writing(cached) as path:
@@ -901,6 +899,7 @@ def warm_started(tokenizer):
 
 
 # ---- 11. Settings
+REWARDS = {"gsm8k": gsm8k, "exact": exact}
 LEAST = {"group_size": 2, "max_grad_norm": 1e-6, "temperature": 1e-3}
 LEAST |= dict.fromkeys(("prompts_per_step", "inner_epochs", "max_completion_tokens"), 1)
 LEAST |= dict.fromkeys(("eval_samples", "rollout_batch_size", "micro_batch_tokens"), 1)
@@ -917,8 +916,8 @@ def find(name, value, known):
     """What a setting names: a known one, or module:name."""
     try:
         found = known.get(value) or pkgutil.resolve_name(value)
-        if not callable(found):
-            raise ValueError("it cannot be called")
+        if (Rule in getattr(found, "__mro__", ())) != (known is RULES) or not callable(found):
+            raise ValueError("it is no subclass of Rule, or no function")
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(f"--{name} {value} is not one of {', '.join(known)}: {error}") from error
     return found
@@ -945,7 +944,7 @@ class Config:
     dataset: str = flag("", "path[[:config]:split] on the Hub, or a file")
     prompt_column: str = flag("prompt,question,problem", "the first of these that exists")
     answer_column: str = flag("answer,solution", "the same")
-    system_prompt: str = flag("", "comes before prompts, unless in a template")
+    system_prompt: str = flag("", "comes before prompts")
     chat_template_kwargs: str = flag("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = flag(512, "longer ones are left out")
     reward: str = flag(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")
@@ -1000,17 +999,17 @@ def evaluate(task, config):
 def record_of(step, task):
     """A step's record: means over its window, estimated from what was kept."""
     B, G = step.rewards.shape
-    completions = [sequence.completion for sequence in step.sequences]
-    lengths = step.w_q.new_tensor([len(ids) for ids in completions]).view(B, G)
-    is_cut = step.w_q.new_tensor([ids[-1] not in task.end_ids for ids in completions]).view(B, G)
+    lengths = [len(ids) for _, ids in step.sequences]
+    is_cut = [ids[-1] not in task.end_ids for _, ids in step.sequences]
+    w_q = step.w_q.repeat_interleave(G).tolist()
     given = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,), 0 without a reward
 
     record = step.updates[-1] | {"prompts_seen": step.N, "prompts_rolled": B}
     record |= {"weight_max": step.w.max().item(), "mean_length": step.mean_length}
     record["reward"] = (given @ step.rewards.nanmean(dim=1).nan_to_num() / given.sum()).item()
     record["zero_variance_fraction"] = (given @ (~step.A.any(dim=1)).double() / given.sum()).item()
-    record["completion_length"] = (step.w_q @ lengths.mean(dim=1) / step.w_q.sum()).item()
-    record["truncated_fraction"] = (step.w_q @ is_cut.mean(dim=1) / step.w_q.sum()).item()
+    record["completion_length"] = fmean(lengths, w_q)
+    record["truncated_fraction"] = fmean(is_cut, w_q)
     return record
 
 
@@ -1022,23 +1021,23 @@ def account_of(records, config):
         if all(math.isnan(record["reward"]) for record in steps):
             why = "no completion got a reward"
         elif any(record["grad_norm"] != 0 for record in steps):
-            why = "gradients were not finite"
+            why = "rewards or gradients were not finite"
         yield f"no update in {len(steps)} steps: {why}"
-    cut = mean(record["truncated_fraction"] for record in steps)
+    cut = fmean(record["truncated_fraction"] for record in steps)
     yield f"{cut:.0%} cut at --max_completion_tokens {config.max_completion_tokens}"
-    clipped = mean(record["grad_norm"] > config.max_grad_norm for record in steps)
+    clipped = fmean(record["grad_norm"] > config.max_grad_norm for record in steps)
     has_weights = config.rule_class.unbiased and any(record["weight_max"] > 1 for record in steps)
     if has_weights and clipped > 0.5:
         told = f"the norm was clipped in {clipped:.0%} of the steps, which undoes weights"
         yield f"{told}: raise --max_grad_norm or --prompts_per_step"
-    worth = 1 / mean(1 / record["rollout_worth"] for record in steps)
+    worth = 1 / fmean(1 / record["rollout_worth"] for record in steps)
     if worth > 1:
         yield f"a rollout was worth {worth:.1f} unpruned ones"
 
 
 @contextmanager
 def writing(path):
-    """Gives a path to write to, which replaces `path` when it is whole."""
+    """A path to write to, which replaces `path` when it is whole."""
     with refusing(f"{path}: "), TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder, path.name)
         yield partial
@@ -1079,7 +1078,7 @@ class Run:
                 raise Refused(f"{folder} was made with {name} = {saved['settings'][name]!r}")
         self.rule.memory |= copy.deepcopy(saved["memory"])  # or the file would stay mapped
         last, optimizer = saved["records"][-1], self.optimizer
-        if not goes_on:  # from these counts on, so that no random numbers are used twice
+        if not goes_on:  # from these counts on, so that no random number is used twice
             self.records[0] |= {name: last[name] for name in ("candidates_so_far", "mean_length")}
             return
         self.records = saved["records"]
@@ -1105,7 +1104,7 @@ class Run:
         started_at = time.perf_counter()
         config, last = self.config, self.records[-1]
         number, seen = last["step"] + 1, last["candidates_so_far"]
-        # Draws have a generator of their own, as a reward may seed torch's.
+        # Draws have their own generator, as a reward may seed torch's.
         transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
         generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
         rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
@@ -1147,7 +1146,8 @@ def train(config, task):
                 is_due = number % (config.eval_every or math.inf) == 0 or number == last
                 if is_due and "evaluation" not in record:
                     record["evaluation"] = evaluate(task, config)
-                    bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
+                    told = f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}"
+                    bar.write(told.replace("nan", "nan (no prompts or rewards)"))
                 with refusing(f"{run.metrics}: "), run.metrics.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 if made < number < last and number % (config.save_every or math.inf) == 0:
