@@ -20,7 +20,7 @@ of all candidates.
     P, pi     probability of being pruned, of being kept: pi = 1 - P
     r_q, r_o  rates at which low-scoring prompts, completions are pruned
     w         1/pi where kept, 0 where pruned: w_q of a prompt, w_qi of a completion, w = w_q w_qi
-    C         constant of the paper's weight C/(1 - P)
+    C         factor of the paper's weight C/(1 - P)
     rho       ratio of a token's probabilities under the new and the old policy
     beta      weight of the KL term
     l, Z      loss of a completion: the sum of its tokens' losses, divided by Z
@@ -65,7 +65,7 @@ class Refused(ValueError):
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean, with the
     mean and std (divisor n - 1) of those that are not missing (NaN). A is exactly 0 if these are
-    equal, and where one is missing. To centre A again after pruning would bias the gradient."""
+    equal, and for a missing one. To centre A again after pruning would bias the gradient."""
     rewards = rewards.double()
     A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
     A = A - A.nanmean(dim=1, keepdim=True)
@@ -158,7 +158,7 @@ class DPPO(Rule):
         return needed * keep_probabilities(scores, self.config.completion_prune_rate)
 
     def remember(self, prompts, rewards, advantages):
-        for q, A in zip(prompts, advantages):  # twice at an epoch's end: the later counts
+        for q, A in zip(prompts, advantages):  # one may come twice: the last counts
             self.memory["score"][q] = A.abs().mean()
 
 
@@ -176,7 +176,7 @@ def window_of(pi, upcoming, limit):
 
 def prune_prompts(rule, upcoming, limit, generator):
     """Before the rollout: (n,) upcoming prompts -> N; (B,) those that are kept; (B,) w_q. The limit
-    is fixed in advance, and the window follows from pi, of which the draw keeps the sum, rounded.
+    is fixed in advance, and the window follows from pi; the draw keeps their sum, rounded.
     To look on until enough have survived would make N depend on the draw, and bias the gradient."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
@@ -184,7 +184,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     pi = pi[window]
     if not pi.any():
         raise Refused("a rule needs pi > 0 for some upcoming prompts")
-    weights = draw(pi / pi.sum().clamp(max=1), generator)  # below 1, it becomes 1: one is kept
+    weights = draw(pi / pi.sum().clamp(max=1), generator)  # a sum below 1 becomes 1: one is kept
     kept = weights > 0
     return len(window), window[kept], weights[kept]
 
@@ -207,7 +207,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, *
     """(prompts, tokens) ids -> (prompts * samples, max_new_tokens) ids of completions, -1 after
     their end; their log-probabilities. `model.generate` runs this loop in place of its own, which
     may apply top_k and the like. Here softmax(logits/temperature) is sampled, as it is trained."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # until transformers 5.22
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until v5.22
     cache, mask = inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
     new = input_ids
@@ -375,7 +375,7 @@ def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
 def normalizer(lengths, mean_length, config):
     """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. dapo wants
     the window's mean length, unknown where prompts are pruned. A moving mean of *earlier* steps,
-    fixed before the draw, replaces it. A first step takes its own, and so must prune no prompt."""
+    fixed before the draw, replaces it. A first step takes its own: unbiased if all are kept."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
@@ -446,7 +446,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
     Z = normalizer(lengths, mean_length, config)
 
-    # 3. Prune completions, anew for each update. (Later ones may be biased: the model knows w_q.)
+    # 3. Prune completions, anew for each update. (Later ones may be biased: w_q shaped the model.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -467,7 +467,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
         inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
         updates.append(train_step(task.model, optimizer, *inputs))
 
-    # 6. Remember. A step that fails before its first update has changed nothing.
+    # 6. Remember. (A step that fails earlier has not changed the memory.)
     rule.remember(prompts, rewards, A)
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
     moving = 0.9 * (mean_length or length) + 0.1 * length
@@ -479,8 +479,8 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
 
 def proportional_probabilities(scores, rate, top):
     """Scores >= 0 -> float64 pi: a line from 1 - rate at score 0 to 1 at `top`, and 1 above it,
-    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so that no 1/pi exceeds
-    1/(1 - rate), and pi in proportion to the score, best if it is a gradient's norm (Neyman)."""
+    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so no 1/pi exceeds
+    1/(1 - rate), with pi in proportion to scores, best if these are gradients' norms (Neyman)."""
     share = (scores.double() / top).clamp(max=1)  # 0/0 is NaN
     return (1 - rate * (1 - share)).nan_to_num(1.0)
 
@@ -489,7 +489,7 @@ class ProportionalDPPO(Rule):
     """What teaches most is always kept, what teaches nothing with probability 1 - r, and a step
     rolls out as few prompts as give the noise of prompts_per_step unpruned ones. A completion
     scores w_q |A|, and a prompt the root of the mean A^2 to expect of its next group: prompts of a
-    similar success rate share a bin, which learns the mean of what they teach when they return."""
+    similar success rate share a bin, which learns their mean A^2 at later visits."""
 
     remembers = {"rewards": 0.0, "count": 0.0}  # decayed sum and number
     prior = 0.05  # successes, and failures, before any visit
@@ -501,7 +501,7 @@ class ProportionalDPPO(Rule):
         super().__init__(config, prompt_count)
         x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles
         self.memory["visits"] = torch.full_like(x, 4)  # a guess worth four
-        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # 4p(1 - p) at rate p
+        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # sin^2 = 4p(1 - p)
         self.memory["range"] = torch.full((2,), math.nan).double()  # of rewards so far
 
     def bin_of_prompts(self):
@@ -522,8 +522,8 @@ class ProportionalDPPO(Rule):
         return torch.where(visited, squares, squares[visited].mean().nan_to_num(1.0))
 
     def prompts_to_keep(self, upcoming):
-        """prompts_per_step over a rollout's worth: the noise of k unpruned prompts, mean(s^2)/k,
-        over that of k kept of k/mean(pi), mean(pi) mean(s^2/pi)/k, for expected squares s^2."""
+        """prompts_per_step over a rollout's worth: mean(s^2)/k, the noise of k unpruned prompts,
+        over mean(s^2/pi)/n, that of k kept of n = k/mean(pi), for expected squares s^2."""
         pi = self.prompt_probabilities()
         window = window_of(pi, upcoming, self.config.prompts_per_step)
         pi, squares = pi[window], self.expected_squares()[window]
@@ -551,7 +551,7 @@ class ProportionalDPPO(Rule):
         memory["range"] = torch.stack(seen[~seen.isnan()].aminmax())
         lowest, highest = memory["range"]
 
-        # In units of the range or, for dr_grpo, of half of it, A^2 fits the guess.
+        # In units of the range or, for dr_grpo, of half of it, A^2 fits __init__'s guess.
         scale_by_std = self.config.objective != "dr_grpo"
         A = group_advantages((rewards - lowest) / (highest - lowest), scale_by_std)
         squares = A.square().mean(dim=1) * (1 if scale_by_std else 4)

@@ -14,7 +14,7 @@ What is fixed before the draws:
   - the mean length by which dapo divides (a first step takes its own, and must prune no prompt);
   - how each of the N prompts would be answered and graded. Nobody looks at that of pruned ones.
 
-PROOF. Lemma 1 is mathematics, the others are facts about the code.
+PROOF. Lemma 1 needs only that draws keep items with their probability pi.
 
   1. E[w_i] = 1, unless l_i has no gradient. In one draw, pi (1/pi) + (1 - pi) 0 = 1; of both
      levels, E[w_i] = E[w_q E[w_qi given the prompts that are drawn]] = E[w_q] = 1.
@@ -201,7 +201,7 @@ class OwnRule(dppo.Rule):
 
 
 def rule_with_history(method=PAPER, r_q=0.9, r_o=0.7, **settings):
-    """A rule that has seen all prompts but the first five times, three of them without gain."""
+    """A rule after five visits to each prompt but the first. Three of these taught nothing."""
     rates = {"prompt_prune_rate": r_q, "completion_prune_rate": r_o}
     config = Config(method=method, group_size=G, **rates | settings)
     rule = config.rule_class(config, prompt_count=6)
