@@ -617,7 +617,8 @@ def refusing(what):
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or hasattr(error, "__notes__"):
             raise
-        raise Refused(f"{what}{error} {error.__cause__ or ''}") from None  # once
+        cause = str(error.__cause__ or error.__context__ or "")  # it may say nothing
+        raise Refused(f"{what}{error} {'' if cause in str(error) else cause}") from error
 
 
 @torch.no_grad()
@@ -627,7 +628,7 @@ def check_sampling(task, config):
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     shortest, longest = min(prompts, key=len), max(prompts, key=len)
     with refusing(f"{type(model).__name__} cannot be trained here: "):
-        # Does the head alone make the logits? (bfloat16 rounds by 4e-3.)
+        # Does the head alone make the logits? (bfloat16 rounds.)
         ids = torch.tensor([shortest], device=model.device)
         logits = model(ids).logits
         of_head = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
@@ -973,7 +974,7 @@ class Config:
         if self.objective not in CLIPPING:
             raise Refused(f"--objective {self.objective} is not one of {', '.join(CLIPPING)}")
         if bool(self.model) != bool(self.dataset):
-            raise Refused("--model or --dataset is missing: data of your own need both")
+            raise Refused("--model or --dataset is missing: own data need both")
         with refusing("--chat_template_kwargs must be a JSON object: "):
             self.template_kwargs = json.loads(self.chat_template_kwargs) | {"return_dict": False}
         self.rule_class = find("method", self.method, RULES)
@@ -998,17 +999,15 @@ def evaluate(task, config):
 
 def record_of(step, task):
     """A step's record: means over its window, estimated from what was kept."""
-    B, G = step.rewards.shape
-    lengths = [len(ids) for _, ids in step.sequences]
     is_cut = [ids[-1] not in task.end_ids for _, ids in step.sequences]
-    w_q = step.w_q.repeat_interleave(G).tolist()
+    w_q = step.w_q[:, None].expand_as(step.rewards).flatten().tolist()
     given = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,), 0 without a reward
 
-    record = step.updates[-1] | {"prompts_seen": step.N, "prompts_rolled": B}
+    record = step.updates[-1] | {"prompts_seen": step.N, "prompts_rolled": len(step.w_q)}
     record |= {"weight_max": step.w.max().item(), "mean_length": step.mean_length}
     record["reward"] = (given @ step.rewards.nanmean(dim=1).nan_to_num() / given.sum()).item()
     record["zero_variance_fraction"] = (given @ (~step.A.any(dim=1)).double() / given.sum()).item()
-    record["completion_length"] = fmean(lengths, w_q)
+    record["completion_length"] = fmean((len(ids) for _, ids in step.sequences), w_q)
     record["truncated_fraction"] = fmean(is_cut, w_q)
     return record
 
@@ -1171,7 +1170,7 @@ def train(config, task):
 
 
 def main():
-    sys.path.append("")  # module:name is also looked for in the current folder
+    sys.path.append("")  # module:name may be in the current folder
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     parser = transformers.HfArgumentParser(Config, usage="dppo.py [options]", allow_abbrev=False)
@@ -1183,7 +1182,7 @@ def main():
                 parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
         config = parser.parse_args_into_dataclasses()[0]
         with refusing(""):
-            if not config.model:  # half of the threads: as they wait, they spin
+            if not config.model:  # half of the threads, as waiting ones spin
                 torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             task = load_task(config)
         train(config, task)
