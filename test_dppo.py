@@ -342,6 +342,7 @@ def test_these_sequences_fill_slots_and_batches_and_have_logits_for_512_tokens_a
 
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
 def test_both_bounds_clip_but_not_in_a_first_update(objective):
+    assert dppo.CLIPPING == CLIPPING
     down, up = CLIPPING[objective]
     for first in (True, False):
         given = Given(objective, first)
@@ -450,6 +451,7 @@ def test_the_paper_s_rule_prunes_the_floor_of_the_low_set():
         ([0.1, 0.2, 0.3, 0.4, 4.0], 0.2, [1.0] * 5),  # floor(0.2 * 4) is none
         ([0.1] * 100 + [50.0], 0.29, [0.71] * 100 + [1.0]),  # 0.29 * 100 is below 29
         ([math.nan, 1.0, 1.0, 4.0], 0.5, [1.0, 0.5, 0.5, 1.0]),
+        ([0.0] * 3, 0.9, [1.0] * 3),  # none teaches less than another
         ([1.0, 1.0 + 2e-7, 1.0], 0.9, [1.0] * 3),  # equal but for rounding: none is low
     ):
         assert dppo.keep_probabilities(torch.tensor(scores), rate).tolist() == expected
@@ -487,7 +489,7 @@ def test_completions_without_a_gradient_go_and_the_mean_is_of_all_others():
     rule = dppo.DPPO(Config(prompt_prune_rate=0.1), 3)
     pi = rule.completion_probabilities(advantages, torch.ones(3))
     assert pi.tolist() == [[1.0] * 4, [0.5] * 4, [0.0] * 4]  # the mean is 6.6/8, of eight
-    pi = dppo.GRPOSkip(Config(), 3).completion_probabilities(advantages, torch.ones(3))
+    pi = dppo.RULES["grpo-skip"](Config(), 3).completion_probabilities(advantages, torch.ones(3))
     assert pi.equal((advantages != 0).double())
     assert dppo.GRPOSkip(Config(beta=0.1), 3).completion_probabilities(advantages, None).all()
 
@@ -501,6 +503,10 @@ def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused():
         rule.prompt_probabilities = mock.Mock(return_value=torch.tensor(pi))
         with pytest.raises(ValueError, match=r"a rule needs pi (of shape \(4,\)|> 0 for)"):
             prune_prompts(rule, torch.arange(4), 8, None)
+    rule = dppo.Rule(Config(), 6)
+    rule.completion_probabilities = lambda A, w_q: (A > 0).double()  # successes alone
+    with pytest.raises(ValueError, match="0 < pi <= 1"):
+        prune_completions(rule, ADVANTAGES, None, None)
 
 
 # ==== 3. Dense Prompt Packing ====
@@ -534,6 +540,7 @@ def test_a_gradient_longer_than_allowed_is_clipped():
 
 def test_updates_below_bfloat16_resolution_add_up_in_float32_masters():
     given, still = Given(dtype=torch.bfloat16), []
+    given.model.lm_head.weight.grad = torch.ones(13, 16).bfloat16()  # left by an interruption
     optimizer, start = dppo.MasterAdam(given.model, 4e-5), given.parameters()
     for _ in range(12):
         given.update(torch.ones(6, G), optimizer)
@@ -617,7 +624,7 @@ def recorded(out, name):
 
 @pytest.fixture
 def out(tmp_path):
-    return tmp_path / "run"
+    return tmp_path / "runs" / "one"
 
 
 def noted(real, calls, *values, **named):
@@ -642,6 +649,7 @@ def lengths_of(sequences):
 def test_later_updates_of_a_run_compare_with_the_policy_that_sampled(monkeypatch, out):
     """The first does not, as another packing's rounding might be clipped in bfloat16."""
     samples, steps, updates = spy(monkeypatch, "sample", "dppo_step", "train_step")
+    monkeypatch.setattr(dppo.time, "perf_counter", itertools.count().__next__)  # 4 times a step
     task = tiny_task(evals=0)
     run(out, task, steps=2, inner_epochs=3, learning_rate=1e-2, warmup_steps=0, beta=0.1)
     for n, (given, step) in enumerate(steps):
@@ -651,7 +659,8 @@ def test_later_updates_of_a_run_compare_with_the_policy_that_sampled(monkeypatch
         assert step.rewards.equal(dppo.reward_completions(task, examples, step.sequences))
         before, record = metrics(out)[n : n + 2]
         assert given.mean_length == before["mean_length"]
-        assert record["mean_length"] == step.mean_length
+        assert (record["mean_length"], record["updates"]) == (step.mean_length, 3 * (n + 1))
+        assert (record["rollout_seconds"], record["train_seconds"]) == (1, 2)
         assert (record["weight_max"], record["rollout_worth"]) == (step.w.max(), 32 / step.limit)
         _, (_, sampled) = samples[n]
         sampled = sampled.split(lengths_of(step.sequences))
@@ -690,9 +699,10 @@ def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(rewards):
 
 
 def test_the_learning_rate_rises_over_the_warm_up(out):
-    for steps, expected in ((1, 1e-9), (2, 2e-9), (3, 3e-9), (4, 3e-9)):
-        run(out, steps=steps, warmup_steps=3, learning_rate=3e-9)
-        saved = torch.load(out / "checkpoint.pt")["optimizer"]["param_groups"][0]
+    for steps, warmup, expected in ((1, 3, 1e-9), (3, 3, 3e-9), (4, 3, 3e-9), (1, 0, 3e-9)):
+        folder = out / str(warmup)
+        run(folder, steps=steps, warmup_steps=warmup, learning_rate=3e-9)
+        saved = torch.load(folder / "checkpoint.pt")["optimizer"]["param_groups"][0]
         assert saved["lr"] == pytest.approx(expected)
 
 
@@ -723,6 +733,9 @@ def test_a_step_has_the_noise_of_as_many_unpruned_prompts_as_are_wanted():
         for most in (1, 4, 9, 40):
             rule = rule_with_history(OURS, r_q, prompts_per_step=most)
             assert rule.prompts_to_keep(visits.repeat(12)) == max(1, round(most / worth.item()))
+    rule = rule_with_history(OURS, 0.9, prompts_per_step=1)
+    rule.expected_squares = mock.Mock(return_value=torch.tensor([1, 1, 0.25, 0, 0, 0]))
+    assert rule.prompts_to_keep(torch.tensor([2, 3, 4, 5])) == 1  # 0.4 would be enough
 
 
 @pytest.mark.parametrize("low, size", [(0, 1), (-1, 1), (0, 100), (1, 1), (-3e-4, 4e-4)])
@@ -767,6 +780,18 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     assert rule.memory["rewards"].allclose(low * counts + size * right)
 
 
+def test_prompts_that_always_or_never_succeed_teach_their_bins_that_they_are_worth_little():
+    rule, rewards = dppo.ProportionalDPPO(Config(), 3), torch.tensor([[0.0, 0], [0, 1], [1, 1]])
+    for _ in range(2):
+        rule.remember(torch.arange(3), torch.ones(3, 2), None)
+    assert rule.bin_of_prompts().tolist() == [1, 1, 1]  # equal so far, so the lowest
+    assert rule.expected_squares().max() < 0.1  # after two such visits
+    for _ in range(40):
+        rule.remember(torch.arange(3), rewards.repeat(1, 4), None)
+    assert rule.bin_of_prompts().tolist() == [0, 8, 16]  # of 17
+    assert rule.expected_squares()[[0, 2]].max() < 0.02  # the guess was 0.1
+
+
 # ==== 2. Rollout ====
 def test_samples_have_the_probabilities_that_are_trained_whatever_the_model_s_defaults():
     task, prompt, draws = tiny_task(), [5, 4, 3, 7], 8000
@@ -807,13 +832,14 @@ def test_of_padded_prompts_the_probabilities_that_are_sampled_are_those_that_are
 def test_epochs_and_seeds_have_orders_and_random_numbers_of_their_own(monkeypatch, tmp_path):
     [windows] = spy(monkeypatch, "prune_prompts")
     monkeypatch.setattr(transformers, "set_seed", mock.Mock(wraps=transformers.set_seed))
-    for seed in (0, 1):
+    for seed in (0, 9999):
         task = tiny_task(prompts=24, evals=0)
         run(tmp_path / str(seed), task, seed=seed, steps=12, prompts_per_step=8)
     seen = torch.cat([window.upcoming[:N] for window, (N, *_) in windows[:12]])
     first, second, other = seen[:24], seen[24:48], windows[12][0].upcoming
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(24))  # each once
     assert not first.equal(second) and not first.equal(other)
+    assert dppo.next_prompts(20, 24, seed=0).equal(torch.cat([first[20:], second[:20]]))
     assert recorded(tmp_path / "0", "epoch")[:3] == [8 / 24, 16 / 24, 1]
     own = {window.generator.initial_seed() for window, _ in windows}
     others = [call.args[0] for call in transformers.set_seed.call_args_list]
@@ -849,6 +875,8 @@ def test_only_models_that_sample_as_they_are_trained_are_accepted(name, more, re
         with pytest.raises(ValueError, match=f"{name} cannot be trained here: .*{reason}"):
             dppo.check_sampling(task, config)
     else:
+        dppo.check_sampling(task, config)
+        task.train[0]["prompt_ids"] = [5]  # nor does a prompt of one token do harm
         dppo.check_sampling(task, config)
 
 
@@ -892,7 +920,7 @@ def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else(
     none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2\sqrt{3}}", "#### 1/2"]
     none += ["#### (3,4)", "#### 5 + 13 = 18", "\n" * 99_999, "9" * 99_999 + "x", "\u0663"]
     assert {dppo.gsm8k_number(text) for text in none} == {None}
-    sentences = ["so 18 eggs.", "#### 18 dollars a day", "5 + 13 = 18", "(18)", "x = 18!", "< 18"]
+    sentences = ["so 18 eggs.", "#### 18 dollars a day", "5 +\n13 = 18", "(18)", "x = 18!", "< 18"]
     assert {dppo.gsm8k_number(text) for text in sentences} == {18}
     none += [*sentences, "± 7", "6 - 5i", "2 1/4"]
     assert {dppo.gsm8k_number(text, is_answer=True) for text in none} == {None}
@@ -926,10 +954,12 @@ def test_a_reward_gets_trl_s_arguments_in_the_shape_of_the_data_and_may_say_none
 
 def test_reasoning_that_the_template_begins_must_end_to_be_graded():
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
-    ids = tokenizer.encode("2?<think>\n", add_special_tokens=False)
-    example = {"prompt": [{"role": "user", "content": "2?"}], "prompt_ids": ids, "answer": "5"}
-    sequences = [Sequence(ids, tokenizer.encode(text)) for text in ("5", "4</think>5")]
-    for reward, expected in ((dppo.gsm8k, [[0.0, 1.0]]), (lambda completions: [1, 0], [[1, 0]])):
+    begun, mentioned = "2?<think>\n", "What does <think> mean in a template?"
+    cases = [(begun, dppo.gsm8k, [[0, 1]]), (begun, lambda completions: [1, 0], [[1, 0]])]
+    for prompt, reward, expected in [*cases, (mentioned, dppo.gsm8k, [[1, 1]])]:
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        example = {"prompt": [{"role": "user", "content": "2?"}], "prompt_ids": ids, "answer": "5"}
+        sequences = [Sequence(ids, tokenizer.encode(text)) for text in ("5", "4</think>5")]
         task = Task([], {}, tokenizer, reward, None, [tokenizer.eos_token_id])
         assert dppo.reward_completions(task, [example], sequences).tolist() == expected
 
@@ -995,7 +1025,7 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
     examples = load(f"{tmp_path}/a:[1].PARQUET", answer_column="of")
     assert sorted(example["answer"]["label"] for example in examples) == list(range(9))
     table = tmp_path / "a b.CSV"
-    table.write_text('prompt,answer\n1=,0124\n2=,\n\n3=,NA\n4=,true\n5=,1e5\n6=,"18,5"\n')
+    table.write_text('\ufeffprompt,answer\n1=,0124\n2=,\n\n3=,NA\n4=,true\n5=,1e5\n6=,"18,5"\n')
     answers = {row["answer"] for row in load(str(table), "exact")}
     assert answers == {"0124", "NA", "true", "1e5", "18,5"}  # as text
     table.write_text("prompt,answer\n1=,7,000\n")
@@ -1011,13 +1041,13 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
 
 
 def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_continued():
-    tokenizer = tiny_tokenizer(chat_template("9"))
+    tokenizer = tiny_tokenizer(chat_template("{{ {'system': 6, 'user': 9}.get(m['role'], 5) }}"))
     roles = {"system": "8", "user": "12", "assistant": "3"}
     system, *chat = [{"role": role, "content": text} for role, text in roles.items()]
     kwargs = '{"enable_thinking": false}'
-    for first, before in (("7", "79"), ("", "")):
+    for first, before in (("7", "76"), ("", "")):
         config = Config(model="x", dataset="x", system_prompt=first, chat_template_kwargs=kwargs)
-        for prompt, text in ((chat, "1293"), ([system, *chat[:1]], "89129=0"), ("12", "129=0")):
+        for prompt, text in ((chat, "1293"), ([system, *chat[:1]], "86129=0"), ("12", "129=0")):
             given, ids = dppo.encode_prompt(prompt, config, tokenizer)
             assert given == prompt  # a text stays a text
             assert tokenizer.decode(ids) == before + text
@@ -1025,6 +1055,9 @@ def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_
     assert dppo.encode_prompt(templated, config, tokenizer)[1] == [1, 4, 5, 2]
     mentioned = dppo.encode_prompt("1<end>2", config, tokenizer)[1]
     assert tokenizer.decode(mentioned).startswith("1<end>29")  # in the template
+    ends = transformers.ByT5Tokenizer(extra_ids=0)  # what it encodes, but no prompt
+    for prompt, expected in (("12", [52, 53]), ("</s>12", [1, 52, 53])):
+        assert dppo.encode_prompt(prompt, Config(), ends)[1] == expected
 
 
 def test_a_model_has_every_end_id_and_no_code_and_is_checked(user, monkeypatch, tmp_path):
@@ -1033,9 +1066,12 @@ def test_a_model_has_every_end_id_and_no_code_and_is_checked(user, monkeypatch, 
     monkeypatch.setattr(kind, "from_pretrained", mock.Mock(wraps=kind.from_pretrained))
     [checks] = spy(monkeypatch, "check_sampling")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    begins = tokenizers.processors.TemplateProcessing("<pad> $A", None, [("<pad>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begins  # a text, but not what ends a turn
     tiny_model(torch.float32, vocab_size=14, eos_token_id=[12, 7]).save_pretrained(tmp_path)
     fails = "{% if m['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
-    for after, end in ((None, []), ("5", []), (fails, []), ("=<turn>5<end>", [13])):
+    turn = "{{ {'assistant': '=<turn>5<pad>'}[m['role']] }}"
+    for after, end in ((None, []), ("5", []), (fails, []), (turn, [13])):
         tokenizer.chat_template = after and chat_template(after)
         tokenizer.save_pretrained(tmp_path)
         task = dppo.load_task(Config(**user | {"model": str(tmp_path)}))
@@ -1077,6 +1113,7 @@ def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(eval_pro
         of_class = [e for e in task.train if low <= len(e["answer"]) <= high]
         assert len(of_class) == size
         assert all(sorted(e["prompt"]) == [*e["answer"], "="] for e in of_class)
+        assert all(task.tokenizer.decode(e["prompt_ids"]) == e["prompt"] for e in of_class)
     evaluated = task.evals.get("middle", [])
     assert len(evaluated) == eval_prompts and not task.evals.keys() - {"middle"}
     assert not {e["prompt"] for e in evaluated} & {e["prompt"] for e in task.train}
@@ -1085,10 +1122,14 @@ def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(eval_pro
 
 
 def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkeypatch):
-    def train_step(model, optimizer, sequences, *_):
+    def train_step(model, optimizer, sequences, A, shares, *_):
         model.lm_head.weight.data += sum(sequences[0].completion)
+        assert 0 < optimizer.param_groups[0]["lr"] <= 2e-3
+        assert torch.allclose(shares * torch.tensor(lengths_of(sequences)), A / 64)  # each the same
+        assert all(a[:-1] == sorted(p[:-1]) for p, a in sequences if len(a) < 5)  # easy: right
 
     tokenizer, models = transformers.ByT5Tokenizer(extra_ids=0), []
+    (tmp_path / "two" / "torch" / "hub").mkdir(parents=True)  # as after other downloads
     taught = mock.Mock(side_effect=train_step)
     monkeypatch.setattr(dppo, "train_step", taught)
     for cache in ("one", "two", "two"):
@@ -1096,6 +1137,7 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
         models.append(dppo.warm_started(tokenizer).lm_head.weight)
     assert torch.equal(models[0], models[1]) and torch.equal(models[1], models[2])
     assert taught.call_count == 2 * 400  # and not a third time
+    assert dppo.warm_started(tokenizer).config.eos_token_id == tokenizer.eos_token_id
 
 
 # ==== 11. Settings ====
@@ -1158,6 +1200,7 @@ def test_settings_that_would_train_on_nonsense_are_refused():
             for nonsense in [-1, math.nan, math.inf, *too_little, *too_much]:
                 with pytest.raises(ValueError, match=f"^--{name} {nonsense} must"):
                     Config(**{name: nonsense})
+    Config(**dict.fromkeys(least, 1) | {"group_size": 2})  # the least is accepted
 
 
 def test_a_value_that_is_given_wins_over_the_embedded_task_s(user):
@@ -1182,7 +1225,7 @@ def test_evaluations_average_over_prompts_and_show_some_completions(monkeypatch)
     graded = iter([[1, 0, 0, 0], [1, 1, 0, None, 1, 0], [None] * 2])
     task = tiny_task(lambda prompts, **_: next(graded))
     task.evals = {"one": task.train[:2], "two": task.train[:3], "three": task.train[:1]}
-    config = Config(eval_samples=2, rollout_batch_size=3, max_completion_tokens=2)
+    config = Config(eval_samples=2, rollout_batch_size=1, max_completion_tokens=2, seed=2**32)
     result = dppo.evaluate(task, config)
     ids = [example["prompt_ids"] for example in task.train[:3]]
     assert [call.prompts for call, _ in calls] == [[ids[q]] for q in (0, 1, 0, 1, 2, 0)]
@@ -1232,6 +1275,7 @@ def test_the_last_line_says_what_went_wrong(method, reward, norm, told, capsys, 
     run(out, tiny_task(reward), method=method, steps=12, **settings)
     shown = capsys.readouterr()
     assert told in shown.out.strip().splitlines()[-1]
+    assert shown.out.count("cut at") == 1  # not on the way
     assert ("no update in 10 steps" in shown.out) == ("no update" in told)  # on the way
     for part in ("no update", "norm was clipped"):
         assert (part in shown.out) == (part in told)
@@ -1358,6 +1402,7 @@ def test_ctrl_c_ends_a_run_after_the_step_and_it_goes_on(monkeypatch, capsys, ou
     def interrupted(real, at, *inputs, **columns):
         if next(at) == 0:
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # stops at once
         return real(*inputs, **columns)
 
     # The first call of the reward is of the evaluation, the seventh in the sixth step.
