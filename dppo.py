@@ -385,8 +385,7 @@ def normalizer(lengths, mean_length, config):
 
 def train_step(model, optimizer, sequences, advantages, shares, old, ref, config):
     """One update with (B, G) A and shares w/(N G Z) of the loss -> metrics. old, ref: from
-    frozen_logprobs, or None; without `old`, rho = 1 and its gradient is that of log p. An unbiased
-    gradient gives no unbiased update, as neither clipping the norm nor Adam is linear."""
+    frozen_logprobs, or None; without `old`, rho = 1 and its gradient is that of log p."""
     A = advantages.flatten().float().to(model.device)
     share = shares.flatten().float().to(model.device)
     kept = share.nonzero()[:, 0].tolist()
@@ -467,7 +466,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
         inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
         updates.append(train_step(task.model, optimizer, *inputs))
 
-    # 6. Remember. (A step that fails earlier has not changed the memory.)
+    # 6. Remember. (A step that failed has not.)
     rule.remember(prompts, rewards, A)
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
     moving = 0.9 * (mean_length or length) + 0.1 * length
@@ -699,7 +698,7 @@ class Task:
 
 
 def load_task(config):
-    """The user's task, or the embedded one. Data and reward are tried before the model loads."""
+    """The user's task, or the embedded one. Data and reward are tried first."""
     task = user_task(config) if config.model else sorting_task(config)
     task.evals = {name: examples for name, examples in task.evals.items() if examples}
     tokenizer, some = task.tokenizer, task.train[:99]
@@ -726,7 +725,7 @@ def load_task(config):
         ends.update([token for token in after if token in tokenizer.added_tokens_decoder][:1])
     task.end_ids = sorted(ends)
     check_sampling(task, config)
-    print(f"{model.dtype} on {DEVICE}")
+    print(f"{model.dtype} on {DEVICE}, evaluated on {', '.join(task.evals) or 'nothing'}")
     return task
 
 
@@ -749,10 +748,11 @@ def reward_completions(task, examples, sequences):
         columns = {name: columns[name] for name in columns.keys() & takes.keys()}
     values = task.reward(**columns)
     with refusing(f"rewards must be {len(sequences)} numbers or None, not {values!r:.60}: "):
-        numbers = []
-        for value in values[:]:  # [:] refuses sets and dicts
-            numbers.append(math.nan if value is None else value)
-        return torch.tensor(numbers, dtype=torch.float64).view(len(examples), G)
+        numbers = [math.nan if value is None else value for value in values[:]]  # no set or dict
+        rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), G)
+        if rewards.isinf().any():
+            raise Refused("one is infinite")
+        return rewards
 
 
 # ---- 9. Data
@@ -823,9 +823,10 @@ def encode_prompt(prompt, config, tokenizer):
     """A text or a list of messages -> the prompt as a reward gets it, and its ids."""
     messages, system = prompt, config.system_prompt
     if isinstance(prompt, str):
-        if prompt.startswith(tuple(tokenizer.all_special_tokens)):  # it is in the template
-            if system:
-                raise Refused("--system_prompt cannot enter its template")
+        added = tokenizer.added_tokens_decoder.values()
+        if prompt.startswith(tuple(str(token) for token in added if token.special)):
+            if system or len(config.template_kwargs) > 1:
+                raise Refused("it is in its template; --system_prompt or the like cannot enter")
             return prompt, tokenizer.encode(prompt, add_special_tokens=False)
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
@@ -918,7 +919,7 @@ def find(name, value, known):
     try:
         found = known.get(value) or pkgutil.resolve_name(value)
         if (Rule in getattr(found, "__mro__", ())) != (known is RULES) or not callable(found):
-            raise ValueError("it is no subclass of Rule, or no function")
+            raise ValueError("no Rule, or no function")
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(f"--{name} {value} is not one of {', '.join(known)}: {error}") from error
     return found
@@ -1020,7 +1021,7 @@ def account_of(records, config):
         if all(math.isnan(record["reward"]) for record in steps):
             why = "no completion got a reward"
         elif any(record["grad_norm"] != 0 for record in steps):
-            why = "rewards or gradients were not finite"
+            why = "gradients were not finite"
         yield f"no update in {len(steps)} steps: {why}"
     cut = fmean(record["truncated_fraction"] for record in steps)
     yield f"{cut:.0%} cut at --max_completion_tokens {config.max_completion_tokens}"
@@ -1145,8 +1146,7 @@ def train(config, task):
                 is_due = number % (config.eval_every or math.inf) == 0 or number == last
                 if is_due and "evaluation" not in record:
                     record["evaluation"] = evaluate(task, config)
-                    told = f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}"
-                    bar.write(told.replace("nan", "nan (no prompts or rewards)"))
+                    bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
                 with refusing(f"{run.metrics}: "), run.metrics.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 if made < number < last and number % (config.save_every or math.inf) == 0:
@@ -1179,7 +1179,8 @@ def main():
         with refusing(""):
             resume = parser.parse_args().resume
             if resume:  # its settings are the defaults
-                parser.set_defaults(**json.loads(Path(resume, "config.json").read_text()))
+                [saved] = parser.parse_json_file(Path(resume, "config.json"))
+                parser.set_defaults(**asdict(saved))
         config = parser.parse_args_into_dataclasses()[0]
         with refusing(""):
             if not config.model:  # half of the threads, as waiting ones spin

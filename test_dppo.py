@@ -944,7 +944,7 @@ def test_a_reward_gets_trl_s_arguments_in_the_shape_of_the_data_and_may_say_none
     for right in ([[0.0], [1.0], [0.5], [1.0]], torch.tensor([0.0, 1.0, 0.5, 1.0]), (0, 1, 0.5, 1)):
         task.reward.return_value = right  # as some models and libraries return them
         assert dppo.reward_completions(task, examples, sequences).tolist() == [[0, 1], [0.5, 1]]
-    for wrong in ([1.0] * 3, ["x"] * 4, {1.0, 2.0, 3.0, 4.0}, {0: 1.0}, None, "1234"):
+    for wrong in ([1.0] * 3, ["x"] * 4, {1, 2, 3, 4}, {0: 1.0}, None, "1234", [math.inf] * 4):
         task.reward.return_value = wrong
         with pytest.raises(ValueError, match="rewards must be 4 numbers or None"):
             dppo.reward_completions(task, examples, sequences)
@@ -1052,7 +1052,7 @@ def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_
             assert given == prompt  # a text stays a text
             assert tokenizer.decode(ids) == before + text
     templated = "<end>12="  # begins with a special token, so it is in its template
-    assert dppo.encode_prompt(templated, config, tokenizer)[1] == [1, 4, 5, 2]
+    assert dppo.encode_prompt(templated, Config(), tokenizer)[1] == [1, 4, 5, 2]
     mentioned = dppo.encode_prompt("1<end>2", config, tokenizer)[1]
     assert tokenizer.decode(mentioned).startswith("1<end>29")  # in the template
     ends = transformers.ByT5Tokenizer(extra_ids=0)  # what it encodes, but no prompt
@@ -1147,14 +1147,15 @@ REFUSED = [
     ("--group 2", "unrecognized arguments: --group 2"),
     ("--objective ppo", "--objective ppo is not one of grpo, dr_grpo"),
     ("--method " + 999 * "o", "--method ooo"),
-    ("--method test_dppo", "--method test_dppo is not one of .* it is no subclass of Rule"),
-    ("--method json:loads", "--method json:loads is not one of .* it is no subclass of Rule"),
-    ("--method test_dppo:Given", "--method test_dppo:Given is .* it is no subclass of Rule"),
+    ("--method test_dppo", "--method test_dppo is not one of .* no Rule"),
+    ("--method json:loads", "--method json:loads is not one of .* no Rule"),
+    ("--method test_dppo:Given", "--method test_dppo:Given is .* no Rule"),
     ("--reward dppo:DPPO", "--reward dppo:DPPO is not one of gsm8k, exact: .* no function"),
     ("--reward test_dppo:none", "--reward test_dppo:none is not one of .* no attribute 'none'"),
     ("--model x", "--model or --dataset is missing"),
     ("--output_dir .", "exists"),  # as where another run was faster
     ("--resume none", "none/config.json"),
+    ("--resume model", "keys are not used"),  # config.json would be overwritten
     ("--history .", "checkpoint.pt"),
     (OWN_DATA + "word.jsonl", "1 rows, 0 prompts, 1 not gradable"),
     (OWN_DATA + "one.jsonl --eval_dataset one.jsonl", "0 prompts, 1 repeated or evaluated"),
@@ -1164,7 +1165,7 @@ REFUSED = [
     (OWN_DATA + "no/such/file.jsonl", "no/such/file.jsonl is empty, or no json"),
     (OWN_DATA + "half.jsonl", "half.jsonl is empty, or no json, .*JSON"),
     (OWN_DATA + "number.jsonl", "number.jsonl has a prompt that cannot be used, 1: "),
-    (OWN_DATA + "in.jsonl --system_prompt x", "'<end>1=': --system_prompt cannot enter its"),
+    (OWN_DATA + "in.jsonl --system_prompt x", "'<end>1=': it is in its template"),
     (OWN_DATA + "parts.jsonl", "parts.jsonl has .*'1='.* can only concatenate list"),
     ("--model . --dataset one.jsonl", "[.] cannot be loaded"),  # for a reason of several lines
 ]
@@ -1181,6 +1182,7 @@ def test_what_is_bad_is_told_in_a_line_at_once(arguments, message, monkeypatch, 
     write_rows("parts.jsonl", {"question": parts, "answer": "1"})
     Path("half.jsonl").write_text('{"question": "1')
     tiny_tokenizer("{{ messages[0]['content'] + '=' }}").save_pretrained("model")
+    tiny_model().config.save_pretrained("model")
     before = sorted(os.listdir())
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(dppo, "warm_started", lambda tokenizer: tiny_model(vocab_size=259))
@@ -1262,7 +1264,6 @@ def repeated(*values):
 WRONG = [
     (OURS, repeated(0.5), 1.0, "no update in 12 steps: all rewards of a group were equal"),
     (OURS, repeated(None), 1.0, "no update in 12 steps: no completion got a reward"),
-    (OURS, repeated(math.inf, 0.0), 1.0, "no update in 12 steps: rewards or gradients were not"),
     (OURS, lengths_reward, 1e-6, "the norm was clipped in 92% of the steps"),
     ("grpo", lengths_reward, 1e-6, "48% cut at --max_completion_tokens 8"),  # has no weights
     (OURS, seldom_teaches, 1e6, "a rollout was worth 1."),
@@ -1279,7 +1280,6 @@ def test_the_last_line_says_what_went_wrong(method, reward, norm, told, capsys, 
     assert ("no update in 10 steps" in shown.out) == ("no update" in told)  # on the way
     for part in ("no update", "norm was clipped"):
         assert (part in shown.out) == (part in told)
-    assert ("nan (no prompts or rewards)" in shown.out) == ("no completion got" in told)
     assert method == OURS or "a rollout was worth" not in shown.out
     assert re.search("epoch .*reward .*cut", shown.err)  # on the bar
 
