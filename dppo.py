@@ -10,7 +10,6 @@ random, and divides a loss by its probability of being kept, so the expected gra
 of all candidates.
 
     python dppo.py  # a small model learns to sort digits, offline, in two minutes
-    python dppo.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k:main:train
 
     q, i      a prompt; a completion
     N         candidate prompts, a step's window
@@ -748,7 +747,9 @@ def reward_completions(task, examples, sequences):
         columns = {name: columns[name] for name in columns.keys() & takes.keys()}
     values = task.reward(**columns)
     with refusing(f"rewards must be {len(sequences)} numbers or None, not {values!r:.60}: "):
-        numbers = [math.nan if value is None else value for value in values[:]]  # no set or dict
+        numbers = []
+        for value in values[:]:  # [:] refuses sets and dicts
+            numbers.append(math.nan if value is None else value)
         rewards = torch.tensor(numbers, dtype=torch.float64).view(len(examples), G)
         if rewards.isinf().any():
             raise Refused("one is infinite")
@@ -788,8 +789,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             rows = datasets.load_dataset(kind, data_files=glob.escape(spec), split="train")
     prompts = [name for name in config.prompt_column.split(",") if name in rows.column_names]
     answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
-    is_ours = config.reward in REWARDS
-    if not prompts or (is_ours and not answers):
+    if not prompts or (config.reward in REWARDS and not answers):
         raise Refused(f"{spec} has {rows.column_names}: set --prompt_column and --answer_column")
     # Keep what can be trained on, and why not the rest.
     examples, left_out = [], {}
@@ -799,7 +799,9 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             row["answer"] = row[answers[0]]
         with refusing(f"{spec} has a prompt that cannot be used, {row[prompts[0]]!r:.60}: "):
             prompt, ids = encode_prompt(row[prompts[0]] or "", config, tokenizer)
-        if is_ours and config.reward_function([""], [""], [row["answer"]]) == [None]:
+        if config.reward in REWARDS and config.reward_function([""], [""], [row["answer"]]) == [
+            None
+        ]:
             left_out.setdefault("not gradable", []).append(row["answer"])
         elif not (prompt and ids):
             left_out.setdefault("empty", []).append(prompt)
