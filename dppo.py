@@ -799,9 +799,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             row["answer"] = row[answers[0]]
         with refusing(f"{spec} has a prompt that cannot be used, {row[prompts[0]]!r:.60}: "):
             prompt, ids = encode_prompt(row[prompts[0]] or "", config, tokenizer)
-        if config.reward in REWARDS and config.reward_function([""], [""], [row["answer"]]) == [
-            None
-        ]:
+        if config.reward in REWARDS and config.reward_function([], [""], [row["answer"]]) == [None]:
             left_out.setdefault("not gradable", []).append(row["answer"])
         elif not (prompt and ids):
             left_out.setdefault("empty", []).append(prompt)
