@@ -306,13 +306,13 @@ def test_real_draws_of_both_levels_have_the_mean_1():
     rule = rule_with_history()
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(5, G).double()
-    for _ in range(4000):
+    for _ in range(2000):
         N, prompts, w_q = prune_prompts(rule, torch.arange(6), 3, generator)
         w_qi = prune_completions(rule, ADVANTAGES[prompts], w_q, generator)
         total[prompts] += w_q[:, None] * w_qi
 
-    errors = (total / 4000 - 1)[ADVANTAGES[:5] != 0]
-    assert N == 5 and errors.abs().max() < 0.15
+    errors = (total / 2000 - 1)[ADVANTAGES[:5] != 0]
+    assert N == 5 and errors.abs().max() < 0.2
 
 
 # ==== Lemma 2: train_step follows the gradient of L_hat ====
@@ -1130,13 +1130,13 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
 
     tokenizer, models = transformers.ByT5Tokenizer(extra_ids=0), []
     (tmp_path / "two" / "torch" / "hub").mkdir(parents=True)  # as after other downloads
-    taught = mock.Mock(side_effect=train_step)
-    monkeypatch.setattr(dppo, "train_step", taught)
+    monkeypatch.setattr(dppo, "train_step", mock.Mock(side_effect=train_step))
+    monkeypatch.setattr(dppo, "tqdm", lambda steps, _: steps[::10])  # 40 of the 400
     for cache in ("one", "two", "two"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
         models.append(dppo.warm_started(tokenizer).lm_head.weight)
     assert torch.equal(models[0], models[1]) and torch.equal(models[1], models[2])
-    assert taught.call_count == 2 * 400  # and not a third time
+    assert dppo.train_step.call_count == 2 * 40  # and not a third time
     assert dppo.warm_started(tokenizer).config.eos_token_id == tokenizer.eos_token_id
 
 
