@@ -444,7 +444,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
     lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
     Z = normalizer(lengths, mean_length, config)
 
-    # 3. Prune completions, anew for each update. (Later ones may be biased: w_q shaped the model.)
+    # 3. Prune completions, anew for every update. (As prompts are not, later ones may be biased.)
     weights = []  # (B, G) for each update
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -465,7 +465,7 @@ def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator
         inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
         updates.append(train_step(task.model, optimizer, *inputs))
 
-    # 6. Remember. (A step that failed has not.)
+    # 6. Remember last: a step that fails changes no memory.
     rule.remember(prompts, rewards, A)
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
     moving = 0.9 * (mean_length or length) + 0.1 * length
@@ -592,7 +592,7 @@ class MasterAdam(torch.optim.Adam):
         self.weights = list(model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         super().__init__(self.masters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
-        model.zero_grad()  # of an interrupted step
+        model.zero_grad()  # an interrupted step may have left some
         for weight in self.weights:
             weight.grad_dtype = torch.float32
 
@@ -615,7 +615,7 @@ def refusing(what):
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or hasattr(error, "__notes__"):
             raise
-        cause = str(error.__cause__ or error.__context__ or "")  # it may say nothing
+        cause = str(error.__cause__ or error.__context__ or "")  # an error may say nothing
         raise Refused(f"{what}{error} {'' if cause in str(error) else cause}") from error
 
 
@@ -742,6 +742,7 @@ def reward_completions(task, examples, sequences):
         row = {"prompts": prompt, "completions": text if isinstance(prompt, str) else message}
         for name, value in (examples[i // G] | row | {"completion_ids": ids}).items():
             columns.setdefault(name, []).append(value)
+    del columns["prompt"], columns["prompt_ids"]
     takes = inspect.signature(task.reward).parameters
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
         columns = {name: columns[name] for name in columns.keys() & takes.keys()}
@@ -761,7 +762,7 @@ def user_task(config):
     """The user's task, as yet without its model."""
     with refusing(f"{config.model} cannot be loaded: "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    known = re.findall(r"\w+", f"return_dict chat_template {tokenizer.chat_template}")
+    known = re.findall(r"\w+", f"chat_template {tokenizer.chat_template}")
     for name in config.template_kwargs.keys() - known:
         raise Refused(f"--chat_template_kwargs: the template has no {name}")
     evals = {}
@@ -774,7 +775,7 @@ def user_task(config):
 
 
 def load_examples(spec, split, config, tokenizer, evaluated=()):
-    """Shuffled examples of a file, or of path[[:config]:split] on the Hub."""
+    """Shuffled examples of a file or of path[[:config]:split]; tells why rows are left out."""
     with refusing(f"{spec} is empty, or no json, parquet or regular csv: "):
         if not Path(spec).is_file():
             path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
@@ -791,7 +792,6 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
     if not prompts or (config.reward in REWARDS and not answers):
         raise Refused(f"{spec} has {rows.column_names}: set --prompt_column and --answer_column")
-    # Keep what can be trained on, and why not the rest.
     examples, left_out = [], {}
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
     for row in tqdm(rows.shuffle(seed=0), spec, leave=False, delay=5):  # alike for every --seed
@@ -821,12 +821,12 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
 
 def encode_prompt(prompt, config, tokenizer):
     """A text or a list of messages -> the prompt as a reward gets it, and its ids."""
-    messages, system = prompt, config.system_prompt
+    messages, system, kwargs = prompt, config.system_prompt, config.template_kwargs
     if isinstance(prompt, str):
         added = tokenizer.added_tokens_decoder.values()
         if prompt.startswith(tuple(str(token) for token in added if token.special)):
-            if system or len(config.template_kwargs) > 1:
-                raise Refused("it is in its template; --system_prompt or the like cannot enter")
+            if system or kwargs:
+                raise Refused("it is in its template: drop --system_prompt, --chat_template_kwargs")
             return prompt, tokenizer.encode(prompt, add_special_tokens=False)
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
@@ -836,7 +836,7 @@ def encode_prompt(prompt, config, tokenizer):
         messages = [{"role": "system", "content": system}, *messages]
     goes_on = messages[-1]["role"] == "assistant"  # then its message is continued
     options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    return prompt, tokenizer.apply_chat_template(messages, **options | config.template_kwargs)
+    return prompt, tokenizer.apply_chat_template(messages, return_dict=False, **options | kwargs)
 
 
 # ---- 10. The embedded task: sort digits
@@ -919,7 +919,7 @@ def find(name, value, known):
     try:
         found = known.get(value) or pkgutil.resolve_name(value)
         if (Rule in getattr(found, "__mro__", ())) != (known is RULES) or not callable(found):
-            raise ValueError("no Rule, or no function")
+            raise ValueError("it is no Rule, or no function")
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(f"--{name} {value} is not one of {', '.join(known)}: {error}") from error
     return found
@@ -946,7 +946,7 @@ class Config:
     dataset: str = flag("", "path[[:config]:split] on the Hub, or a file")
     prompt_column: str = flag("prompt,question,problem", "the first of these that exists")
     answer_column: str = flag("answer,solution", "the same")
-    system_prompt: str = flag("", "comes before prompts")
+    system_prompt: str = flag("", "comes before every prompt")
     chat_template_kwargs: str = flag("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = flag(512, "longer ones are left out")
     reward: str = flag(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")
@@ -975,9 +975,9 @@ class Config:
         if self.objective not in CLIPPING:
             raise Refused(f"--objective {self.objective} is not one of {', '.join(CLIPPING)}")
         if bool(self.model) != bool(self.dataset):
-            raise Refused("--model or --dataset is missing: own data need both")
+            raise Refused("--model or --dataset is missing: data of your own need both")
         with refusing("--chat_template_kwargs must be a JSON object: "):
-            self.template_kwargs = json.loads(self.chat_template_kwargs) | {"return_dict": False}
+            self.template_kwargs = {} | json.loads(self.chat_template_kwargs)
         self.rule_class = find("method", self.method, RULES)
         self.reward_function = find("reward", self.reward, REWARDS)
 
@@ -1104,7 +1104,7 @@ class Run:
         started_at = time.perf_counter()
         config, last = self.config, self.records[-1]
         number, seen = last["step"] + 1, last["candidates_so_far"]
-        # Draws have their own generator, as a reward may seed torch's.
+        # A generator for draws, as a reward may seed torch's.
         transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
         generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
         rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))

@@ -14,7 +14,7 @@ What is fixed before the draws:
   - the mean length by which dapo divides (a first step takes its own, and must prune no prompt);
   - how each of the N prompts would be answered and graded. Nobody looks at that of pruned ones.
 
-PROOF. Lemma 1 needs only that draws keep items with their probability pi.
+PROOF. Lemma 1 is about a draw, lemmas 2 and 3 are about what a step makes of it.
 
   1. E[w_i] = 1, unless l_i has no gradient. In one draw, pi (1/pi) + (1 - pi) 0 = 1; of both
      levels, E[w_i] = E[w_q E[w_qi given the prompts that are drawn]] = E[w_q] = 1.
@@ -225,9 +225,8 @@ class Given:
     there is also an old policy, which differs so much that tokens are clipped."""
 
     def __init__(self, objective="grpo", first=True, dtype=torch.float64, **settings):
-        defaults = {"group_size": G, "prompts_per_step": 3, "temperature": TEMPERATURE, "beta": 0.0}
+        defaults = {"group_size": G, "temperature": TEMPERATURE, "max_grad_norm": 1e9}
         defaults |= {"max_completion_tokens": LONGEST, "micro_batch_tokens": 768}
-        defaults["max_grad_norm"] = 1e9  # no clipping
         self.config = Config(objective=objective, **defaults | settings)
         self.model = tiny_model(dtype)
         self.reference = tiny_model(dtype, initializer_range=0.1)
@@ -938,7 +937,6 @@ def test_a_reward_gets_trl_s_arguments_in_the_shape_of_the_data_and_may_say_none
     completions = ["01", "<pad>2", *assistant]  # special tokens, but for the end, are a part of it
     expected = {"prompts": ["12=", "12=", chat, chat], "completions": completions}
     expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2]}
-    expected |= {"prompt": expected["prompts"], "prompt_ids": [[1]] * 4}
     expected["completion_ids"] = [[3, 4, 1], [0, 5], [6, 1], [7, 7]]
     assert task.reward.call_args.kwargs == expected
     for right in ([[0.0], [1.0], [0.5], [1.0]], torch.tensor([0.0, 1.0, 0.5, 1.0]), (0, 1, 0.5, 1)):
@@ -1261,18 +1259,20 @@ def repeated(*values):
     return lambda prompts, **_: [*values] * (len(prompts) // len(values))
 
 
+UNSCALED = {"objective": "dr_grpo"}
 WRONG = [
-    (OURS, repeated(0.5), 1.0, "no update in 12 steps: all rewards of a group were equal"),
-    (OURS, repeated(None), 1.0, "no update in 12 steps: no completion got a reward"),
-    (OURS, lengths_reward, 1e-6, "the norm was clipped in 92% of the steps"),
-    ("grpo", lengths_reward, 1e-6, "48% cut at --max_completion_tokens 8"),  # has no weights
-    (OURS, seldom_teaches, 1e6, "a rollout was worth 1."),
+    (OURS, repeated(0.5), {}, "no update in 12 steps: all rewards of a group were equal"),
+    (OURS, repeated(None), {}, "no update in 12 steps: no completion got a reward"),
+    (OURS, repeated(1e99, 0), UNSCALED, "no update in 12 steps: gradients were not finite"),
+    (OURS, lengths_reward, {"max_grad_norm": 1e-6}, "the norm was clipped in 92% of the steps"),
+    ("grpo", lengths_reward, {"max_grad_norm": 1e-6}, "48% cut at --max_completion_tokens 8"),
+    (OURS, seldom_teaches, {"max_grad_norm": 1e6}, "a rollout was worth 1."),
 ]
 
 
-@pytest.mark.parametrize("method, reward, norm, told", WRONG)
-def test_the_last_line_says_what_went_wrong(method, reward, norm, told, capsys, out):
-    settings = {"max_grad_norm": norm, "prompts_per_step": 4, "prompt_prune_rate": 0.9}
+@pytest.mark.parametrize("method, reward, more, told", WRONG)
+def test_the_last_line_says_what_went_wrong(method, reward, more, told, capsys, out):
+    settings = {"prompts_per_step": 4, "prompt_prune_rate": 0.9} | more
     run(out, tiny_task(reward), method=method, steps=12, **settings)
     shown = capsys.readouterr()
     assert told in shown.out.strip().splitlines()[-1]

@@ -392,8 +392,8 @@ def analysis_of_digits(runs):
     result = {}
     for arm, of_seed in runs.items():
         of_arm = list(of_seed.values())
-        told = result[arm] = {}
-        told["mean of all evaluations"] = round(mean(map(mean_of_curve, of_arm)), 4)
+        told = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
+        result[arm] = told
         told["rollouts"] = round(8 * mean(sum(run["prompts_rolled"]) for run in of_arm))
         later = [sum(run["prompts_rolled"][32:]) for run in of_arm]
         told["rollouts after the first epoch"] = round(8 * mean(later))
