@@ -3,27 +3,39 @@
 import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-PATH = Path(__file__).resolve().parent.parent / ".github" / "experiments.py"
-spec = importlib.util.spec_from_file_location("experiments", PATH)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dppo
+from test_dppo import seldom_teaches, tiny_task
+
+ROOT = Path(dppo.__file__).parent
+spec = importlib.util.spec_from_file_location("experiments", ROOT / ".github" / "experiments.py")
 experiments = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(experiments)
 
 
-def run_of(values, every=1, **measures):
+def run_of(values, every=1, seconds=0.5, **of_steps):
     """A run with these accuracies after 0, 1, 2, ... times `every` steps of these measures."""
-    curve = [[every * i, 0.5 * i, value] for i, value in enumerate(values)]
-    measures = dict.fromkeys(experiments.OF_STEPS, 1.0) | {"noise_of_one": 32.0} | measures
-    run = {name: [value] * curve[-1][0] for name, value in measures.items()}
-    return run | {"curve": curve, "settings": {"max_grad_norm": 6.0}}
+    curve = [[every * i, every * i * seconds, value] for i, value in enumerate(values)]
+    measures = dict.fromkeys((*experiments.SUMS, *experiments.OF_STEPS), 1.0)
+    measures |= {"noise_of_one": 32.0, "clipped": 0} | of_steps
+    steps = curve[-1][0]
+    run = {name: [value] * steps for name, value in measures.items()}
+    sums = {name: value * steps for name, value in measures.items()}
+    return run | {"curve": curve, "sums": sums | {"steps": steps}}
 
 
-def test_means_leave_out_the_start_and_runs_are_paired_by_seed():
-    assert experiments.mean_of_curve(run_of([9, 0.5, 0.7])) == pytest.approx(0.6)
+# ==== Statistics ====
+def test_means_begin_after_the_start_or_with_the_fifth_from_the_end_and_runs_are_paired_by_seed():
+    run = run_of([9, 0.5, 0.7, 0.1, 0.1, 0.1, 0.6])
+    assert experiments.accuracy(run, 1) == pytest.approx(0.35)
+    assert experiments.accuracy(run, -5) == pytest.approx(0.32)
     runs = {"dppo": {"1": "a1", "2": "a2", "3": "a3"}, "grpo-skip": {"2": "b2", "1": "b1"}}
     assert experiments.pairs(runs, "dppo") == [("a1", "b1"), ("a2", "b2")]
 
@@ -34,6 +46,132 @@ def test_intervals_are_of_student_s_t_and_those_of_ratios_by_logarithms():
     assert experiments.ratios([0.5, 2.0, 0.5, 2.0]) == [1.0, 0.28, 3.573]  # 3.182 * 0.8/sqrt(4)
 
 
+def test_a_verdict_needs_the_whole_interval_on_one_side_of_the_bound():
+    intervals = [[0.2, 0.11, 0.3], [0.2, 0.1, 0.3], [0.0, -0.1, 0.1], [0.0, -0.1, 0.09]]
+    verdicts = [experiments.verdict(interval, 0.1, "above", "below") for interval in intervals]
+    assert verdicts == ["above", "undecided", "undecided", "below"]
+
+
+# ==== Epochs ====
+def test_a_run_is_evaluated_at_the_first_step_after_each_epoch(monkeypatch):
+    def make_step(run):
+        run.records.append({"candidates_so_far": run.records[-1]["candidates_so_far"] + 4})
+        return run.records[-1]
+
+    monkeypatch.setattr(dppo.Run, "make_step", make_step)
+    monkeypatch.setattr(dppo, "evaluate", mock.Mock(return_value={"accuracy": 0.5}))
+    run = object.__new__(experiments.RunByEpochs)
+    run.config, run.task = None, SimpleNamespace(train=[None] * 10)
+    run.records = [{"candidates_so_far": 7}]  # of a history
+    records = [run.make_step() for _ in range(8)]  # after 4, 8, 12, 16, 20, 24, 28 and 32 prompts
+    assert [i for i, record in enumerate(records, 1) if "evaluation" in record] == [3, 5, 8]
+    assert records[2]["evaluation"] == {"accuracy": 0.5}
+
+
+def test_accuracy_between_two_evaluations_is_on_a_straight_line_and_then_stays():
+    curve = [[0, 0.0, 0.4], [10, 2.0, 0.6], [20, 6.0, 0.8]]
+    for seconds, value in ((0, 0.4), (1, 0.5), (2, 0.6), (3, 0.65), (6, 0.8), (9, 0.8)):
+        assert experiments.accuracy_after(seconds, curve) == pytest.approx(value)
+    run = {"curve": [[i, seconds, 0.0] for i, seconds in enumerate((0, 0.5, 1, 2, 3, 4, 9))]}
+    value = experiments.in_the_same_time(run, {"curve": curve})  # not at 0 and 0.5 seconds
+    assert value == pytest.approx((0.5 + 0.6 + 0.65 + 0.7 + 0.8) / 5)
+
+
+def epochs_of(better):
+    """Runs of eight seeds: grpo has a level of accuracy, dppo is better by so much plus or minus
+    0.001 in a quarter of the time, and grpo-skip begins at the level and rises by 0.01 a second."""
+    runs = {"grpo": {}, "grpo-skip": {}, "dppo": {}}
+    for seed in range(8):
+        level = 0.1 * seed
+        sign = (-1) ** seed
+        grpo = run_of([0.9, 0.9] + [level] * 5, processor_seconds=10 * math.exp(0.01 * sign))
+        skip = run_of([level + 0.01 * i for i in range(11)], seconds=1.0, processor_seconds=3.0)
+        ours = run_of([0.9, 0.9] + [level + better + 0.001 * sign] * 5, processor_seconds=2.5)
+        for point, seconds in zip(ours["curve"], (0, 1, 2, 4, 6, 8, 20)):
+            point[1] = seconds  # grpo-skip has level + 0.02, 0.04, 0.06, 0.08 and 0.1
+        ours |= {"packing_density": 0.9 + 0.01 * sign}
+        for arm, run in {"grpo": grpo, "grpo-skip": skip, "dppo": ours}.items():
+            runs[arm][str(seed)] = {"packing_density": None} | run
+    return runs
+
+
+# The half of the interval of better + 0.001 or better - 0.001: 2.365 * 0.001/sqrt(7) = 0.0009.
+AS_GOOD = [(-0.019, "as good"), (-0.0195, "undecided"), (-0.0205, "undecided"), (-0.021, "worse")]
+
+
+@pytest.mark.parametrize("better, told", AS_GOOD)
+def test_after_equal_epochs_an_arm_is_as_good_as_grpo_if_the_interval_is_above_the_margin(
+    better, told
+):
+    result = experiments.analysis_of_epochs(epochs_of(better))
+    interval = [better, better - 0.0009, better + 0.0009]
+    assert result["dppo"]["minus grpo"] == pytest.approx(interval, abs=1e-6)
+    assert result["dppo"]["against grpo"] == told
+    assert "minus grpo" not in result["grpo"]
+
+
+SAME_TIME = [(0.062, "better"), (0.0605, "undecided"), (0.0595, "undecided"), (0.058, "worse")]
+
+
+@pytest.mark.parametrize("better, told", SAME_TIME)
+def test_in_the_same_time_an_arm_is_compared_with_grpo_skip_of_the_same_seed(better, told):
+    result = experiments.analysis_of_epochs(epochs_of(better))
+    assert result["dppo"]["grpo-skip in the same time"] == pytest.approx(0.35 + 0.06)
+    interval = [better - 0.06, better - 0.0609, better - 0.0591]
+    assert result["dppo"]["minus grpo-skip in the same time"] == pytest.approx(interval, abs=1e-6)
+    assert result["dppo"]["in the same time"] == told
+    # grpo ends after 3 seconds, its last five evaluations are after 1, 1.5, 2, 2.5 and 3.
+    assert result["grpo"]["minus grpo-skip in the same time"] == [-0.02] * 3
+    assert "in the same time" not in result["grpo-skip"]
+
+
+def test_of_epochs_are_told_sums_and_the_speed_up():
+    result = experiments.analysis_of_epochs(epochs_of(0.01))
+    told = result["dppo"]
+    assert (told["steps"], told["generated"], told["trained"]) == (6, 48, 6)
+    assert told["processor seconds"] == 15 and told["accuracy"] == pytest.approx(0.36)
+    assert told["density of packing"] == 0.9 and "density of packing" not in result["grpo"]
+    interval = [4 * math.exp(shift) for shift in (0, -0.0089, 0.0089)]  # 2.365 * 0.01/sqrt(7)
+    assert told["speed-up over grpo"] == pytest.approx(interval, abs=6e-4)
+    assert told["speed-up over grpo-skip"] == [2.0] * 3  # 10 steps of 3 seconds, 6 of 2.5
+
+
+def test_greso_trains_with_its_own_step_and_a_step_tells_its_seconds_and_noise(tmp_path):
+    task = tiny_task(seldom_teaches, prompts=64)
+    settings = {"group_size": 4, "max_completion_tokens": 8, "prompts_per_step": 4, "steps": 2}
+    for method, trained in (("rivals:GRESO", [16, 16]), ("grpo", [16, 16])):
+        folder = tmp_path / method
+        records = experiments.train(folder, task, dppo.Run, method=method, **settings)[1:]
+        assert [record["completions_trained"] for record in records] == trained
+        assert all(record["processor_seconds"] > 0 for record in records)
+        rolled = [record["prompts_rolled"] for record in records]
+        assert (min(rolled) > 4) == (method == "rivals:GRESO")
+    assert records[1]["noise"] > 0
+    for record in records:  # of grpo, which has that of four unpruned prompts
+        assert record["noise_of_one"] == pytest.approx(4 * record["noise"])
+
+
+# ==== Guess or pass ====
+def test_a_pass_is_worth_a_fifth_a_guess_a_tenth_and_evaluations_count_them():
+    reward = experiments.guess_or_pass
+    assert reward([""] * 4, ["?", " ?", "??", "12"], ["unknown"] * 4) == [0.2, 0.2, 0, 0]
+    wins = sum(reward([""] * 9000, ["7"] * 9000, ["unknown"] * 9000))
+    assert 750 < wins < 1050  # 900 and five standard deviations
+    assert reward([""] * 4, ["7", "?", "77", ""], ["guesses"] * 4) == [1, 0, 0, 0]
+    assert reward([""] * 3, ["7", "?", "??"], ["passes"] * 3) == [0, 1, 0]
+    assert reward([""] * 3, ["0124", "?", "7"], ["0124", "0124", "7"]) == [1, 0, 1]
+
+
+def test_of_guesses_are_told_the_mean_and_the_lowest_and_highest_seed_at_the_end():
+    runs = {"dppo": {}}
+    for seed, (guesses, right) in enumerate(((0.1, 0.7), (0.2, 0.5), (0.6, 0.9))):
+        runs["dppo"][str(seed)] = {"curve": [[0, 0, 1, 0, 0], [9, 1, guesses, 0, right]]}
+    result = experiments.analysis_of_guesses(runs)
+    assert result["dppo"]["guesses at the end"] == [0.3, 0.1, 0.6]
+    assert result["dppo"]["right at the end"] == [0.7, 0.5, 0.9]
+
+
+# ==== Digits ====
 @pytest.mark.parametrize("better, as_good", [(0.0, True), (-0.019, True), (-0.0198, False)])
 def test_digits_are_as_good_if_the_whole_interval_is_above_the_margin(better, as_good):
     runs = {"grpo-skip": {}, "dppo": {}}
@@ -48,36 +186,6 @@ def test_digits_are_as_good_if_the_whole_interval_is_above_the_margin(better, as
     assert (result["grpo-skip"]["noise"], result["dppo"]["noise"]) == (1, 1.5)
     assert result["dppo"]["rollouts"] == 40 * 3 * 8 and result["dppo"]["completions trained"] == 200
     assert result["dppo"]["rollouts after the first epoch"] == 8 * 3 * 8  # which has 32 steps
-
-
-def test_a_measure_counts_up_to_the_first_evaluation_that_reaches_the_level():
-    run = run_of([0.1, 0.2, 0.4, 0.3, 0.5], every=3) | {"prompts_rolled": [*range(12)]}
-    for level, steps in ((0.2, 3), (0.3, 6), (0.4, 6), (0.5, 12), (0.6, 12)):
-        assert experiments.until(run, level, "prompts_rolled") == sum(range(steps))
-
-
-GAINS = [(0.8, "yes"), (0.895, "undecided"), (0.905, "undecided"), (0.92, "no")]
-
-
-@pytest.mark.parametrize("ratio, gain", GAINS)
-def test_a_gain_needs_the_whole_interval_of_paired_ratios_below_0_9(ratio, gain):
-    runs = {"grpo-skip": {}, "dppo-proportional": {}}
-    for seed in range(8):
-        slow = run_of([0, 0.2, 0.3, 0.4], every=6, processor_seconds=1.0 + seed)
-        seconds = ratio * (1 + seed) * math.exp(0.01 * (-1) ** seed)
-        ours = run_of([0, 0.1, 0.3, 0.2], every=6, processor_seconds=seconds, prompts_rolled=0.5)
-        runs["grpo-skip"][str(seed)] = slow
-        runs["dppo-proportional"][str(seed)] = ours | {"grad_norm": [5.9, 6.1] * 9}
-    runs["grpo-skip"]["8"] = run_of([0, 0.2, 0.2, 0.2], every=6)
-    result = experiments.analysis_of_hard(runs)
-    assert result["grpo-skip"]["reach the level"] == "8 of 9"
-    result = result["dppo-proportional"]
-    assert result["processor_seconds, a gain"] == gain and result["reach the level"] == "8 of 8"
-    assert result["clipped"] == 0.5
-    interval = [ratio * math.exp(shift) for shift in (0, -0.00894, 0.00894)]  # 2.365 * 0.01/sqrt(7)
-    assert result["processor_seconds over grpo-skip's"] == pytest.approx(interval, abs=6e-4)
-    assert result["prompts_rolled over grpo-skip's"] == [0.5] * 3
-    assert result["prompts_rolled, a gain"] == "yes"
 
 
 def test_noise_by_gradients_is_over_that_of_as_many_prompts_and_of_32_after_the_first_epoch():
@@ -95,34 +203,91 @@ def test_noise_by_gradients_is_over_that_of_as_many_prompts_and_of_32_after_the_
     assert result["all"]["1/worth by g^2"] == 0.95  # (8.5 + 1)/(9 + 1)
 
 
-def test_what_is_kept_of_a_run_has_its_steps_and_seconds_until_each_evaluation():
-    records = [{"evaluation": {"accuracy": 0.1}}, {}, {"evaluation": {"accuracy": 0.25}}]
-    for step, record in enumerate(records):
-        record["step"] = step
-        if step > 0:
-            record |= dict.fromkeys(experiments.OF_STEPS, [1 / 3]) | {"processor_seconds": 1.5}
-    run = experiments.kept(records)
-    assert run["curve"] == [[0, 0, 0.1], [2, 3, 0.25]]
-    assert run["processor_seconds"] == [1.5] * 2 and run["pi"] == [[0.3333]] * 2
+# ==== SmolLM2 ====
+def test_a_measure_counts_up_to_the_first_evaluation_that_reaches_the_level():
+    run = run_of([0.1, 0.2, 0.4, 0.3, 0.5], every=3) | {"prompts_rolled": [*range(12)]}
+    for level, steps in ((0.2, 3), (0.3, 6), (0.4, 6), (0.5, 12), (0.6, 12)):
+        assert experiments.until(run, level, "prompts_rolled") == sum(range(steps))
+        assert experiments.until(run, level, "processor_seconds") == 0.5 * steps
+
+
+GAINS = [(0.8, "yes"), (0.895, "undecided"), (0.905, "undecided"), (0.92, "no")]
+
+
+@pytest.mark.parametrize("ratio, gain", GAINS)
+def test_a_gain_needs_the_whole_interval_of_paired_ratios_below_0_9(ratio, gain):
+    runs = {"grpo-skip": {}, "dppo-proportional": {}}
+    for seed in range(8):
+        slow = run_of([0, 0.2, 0.3, 0.4], every=6, seconds=1.0 + seed)
+        seconds = ratio * (1 + seed) * math.exp(0.01 * (-1) ** seed)
+        pruned = {"prompts_rolled": 0.5, "clipped": 0.5}
+        ours = run_of([0, 0.1, 0.3, 0.2], every=6, seconds=seconds, **pruned)
+        runs["grpo-skip"][str(seed)] = slow
+        runs["dppo-proportional"][str(seed)] = ours
+    runs["grpo-skip"]["8"] = run_of([0, 0.2, 0.2, 0.2], every=6)
+    result = experiments.analysis_of_hard(runs)
+    assert result["grpo-skip"]["reach the level"] == "8 of 9"
+    result = result["dppo-proportional"]
+    assert result["processor_seconds, a gain"] == gain and result["reach the level"] == "8 of 8"
+    assert result["clipped"] == 0.5
+    interval = [ratio * math.exp(shift) for shift in (0, -0.00894, 0.00894)]  # 2.365 * 0.01/sqrt(7)
+    assert result["processor_seconds over grpo-skip's"] == pytest.approx(interval, abs=6e-4)
+    assert result["prompts_rolled over grpo-skip's"] == [0.5] * 3
+    assert result["prompts_rolled, a gain"] == "yes"
+
+
+# ==== What is saved ====
+def test_of_a_run_are_kept_its_evaluations_sums_and_some_of_each_step():
+    records = [{"step": 0, "evaluation": {"guesses": 0.1, "right": 0.2, "accuracy": 0.15}}]
+    for step, (grad_norm, density) in enumerate(((0.5, 0.75), (6.5, None), (1.5, 0.5)), 1):
+        record = dict.fromkeys((*experiments.SUMS, *experiments.OF_STEPS), 1 / 3)
+        record |= {"processor_seconds": 1.5, "prompts_rolled": step}
+        record |= {"step": step, "grad_norm": grad_norm, "packing_density": density}
+        records.append(record)
+    records[2]["evaluation"] = {"guesses": 0.3, "right": 0.55, "accuracy": 0.4, "completions": []}
+    run = experiments.kept(records, {"max_grad_norm": 6.0}, ("prompts_rolled", "noise"))
+    assert run["curve"] == [[0, 0, 0.1, 0.2], [2, 3, 0.3, 0.55]]
+    assert run["prompts_rolled"] == [1, 2, 3] and run["noise"] == [0.3333] * 3
+    assert (run["sums"]["steps"], run["sums"]["prompts_rolled"], run["sums"]["clipped"]) == (
+        3,
+        6,
+        1,
+    )
+    assert run["sums"]["processor_seconds"] == 4.5 and run["packing_density"] == 0.625
+    assert experiments.kept(records, {})["sums"]["clipped"] == 2  # at 1 without a setting
+    del records[1]["packing_density"], records[3]["packing_density"]
+    assert experiments.kept(records, {})["packing_density"] is None
 
 
 def test_runs_are_gathered_and_analysed_if_every_arm_has_two_seeds(monkeypatch, tmp_path):
     for name, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path / "runs"}.items():
         monkeypatch.setattr(experiments, name, value)
     monkeypatch.setattr(experiments, "draw_picture", mock.Mock())
-    name = "timed, on a GPU"
+    name = "guess or pass"
+    monkeypatch.setattr(experiments, "ANALYSES", {name: experiments.analysis_of_guesses})
     folder = tmp_path / "runs" / name
     folder.mkdir(parents=True)
     old = {"grpo": {"runs": {"1": 2}}, "experiments": {name: {"runs": {}, "analysis": "old"}}}
+    old["experiments"]["pilot"] = {"analysis": "made elsewhere"}
     experiments.RESULTS.write_text(json.dumps(old))
     for seed in (0, 1):
-        for arm in experiments.ARMS[name]:
+        for arm in reversed(experiments.ARMS[name]):
             experiments.gather()
             saved = json.loads(experiments.RESULTS.read_text())
             assert "analysis" not in saved["experiments"][name] and saved["grpo"] == old["grpo"]
-            run = run_of([0, 0.5], processor_seconds=2.0 + seed)
+            run = {"curve": [[100, 0.0, 0.25 + 0.5 * seed, 0.0, 0.5]]}
             (folder / f"{arm}-{seed}.json").write_text(json.dumps(run))
     experiments.gather()
-    saved = json.loads(experiments.RESULTS.read_text())["experiments"][name]
-    assert [*saved["runs"]["grpo-skip"]] == ["0", "1"]
-    assert saved["analysis"]["grpo"] == {"processor seconds of a step, by seed": [2.0, 3.0]}
+    saved = json.loads(experiments.RESULTS.read_text())["experiments"]
+    assert [*saved[name]["runs"]["dppo"]] == ["0", "1"]
+    assert saved[name]["analysis"]["grpo"]["guesses at the end"] == [0.5, 0.25, 0.75]
+    assert [*saved[name]["analysis"]] == [*experiments.ARMS[name]]
+    assert saved["pilot"] == {"analysis": "made elsewhere"}
+
+
+def test_what_is_saved_has_the_analysis_that_is_saved_with_it():
+    saved = json.loads((ROOT / ".github" / "comparison.json").read_text())["experiments"]
+    for name, analyse in experiments.ANALYSES.items():
+        if "analysis" in saved.get(name, {}):
+            assert analyse(saved[name]["runs"]) == saved[name]["analysis"]
+    assert len(saved["hard, on a GPU"]["analysis"]) == 4

@@ -1,15 +1,48 @@
 """What pruning prompts is worth, measured, and what was decided of each experiment before it ran.
 
-    python .github/experiments.py digits 0,1,2,3      # makes the runs of these seeds
-    python .github/experiments.py hard 0,1 MODEL      # MODEL: a folder with SmolLM2-135M-Instruct
-    python .github/experiments.py                     # gathers, analyses, draws (with matplotlib)
+    python .github/experiments.py digits 0,1,2,3    # makes the runs of these seeds
+    python .github/experiments.py                   # gathers, analyses, draws (with matplotlib)
 
-So are made "digits by gradients" 5,6,7, "digits, new seeds" and, with MODEL, pilot 100, "hard, on a
-GPU", "hard, clipped, on a GPU", "timed, on a GPU" and group 0. An interrupted run goes on where it
-was; one that needs another's history waits for the next call. Runs lie in runs/experiments, so that
-several processes may make them; gathered, they are in .github/comparison.json, with each prompt's
-successes and pi at every visit, norms before clipping and processor seconds. What is there under
-"runs" was made by commit b079a0a, grpo and grpo-skip on digits by f8378fc, as today's code would.
+So are made epochs 7,6,5,4,3,2,1,0,7, "guess or pass" 0 to 7, and "digits, new seeds" 8 to 15. An
+interrupted run goes on where it was. One that needs another's history is left out until that is
+complete, so epochs begins and ends with the same seed. Runs lie in runs/experiments, so that
+several processes may make them. Gathered, they are in comparison.json, which holds what analyses
+and notebook read: of each evaluation the step, processor seconds and accuracy; sums over the steps;
+and some of what each step had.
+
+All runs of SmolLM2, "group" (for the notebook) among them, and "digits by gradients" were made by
+the code of commit ea3ad7c, grpo and grpo-skip on digits by f8378fc; here they are analysed. Also in
+ea3ad7c are the successes and pi of every visit. What is under "runs", such as SmolLM2's guesses,
+was made by the notebook of commit b079a0a.
+
+EPOCHS: how much faster is a method over 15 epochs, as the paper trains, and is it then as good? The
+embedded task, eight seeds: grpo; grpo-skip; CPPO (k of each group, r_o = 0.7) and GRESO, as in the
+notebook; dppo with 0.5, 0.7 and 0.9 for both rates; dppo-proportional (0.9, 0), and the same with
+--history of the run of the next seed. A run ends with the first step after which 15 times the
+prompts have been looked at, pruned ones included, and is evaluated at the first step after each
+epoch. Accuracy is the mean of its last five evaluations, time the processor seconds of rollouts and
+training. Against grpo, paired by seed, with 95% t-intervals: the difference of the accuracies, as
+good if its interval lies above -0.02, worse if below, otherwise undecided; and the speed-up, grpo's
+time over its own, by logarithms.
+
+An epoch of fewer steps is faster, and teaches less. So beside it stands what grpo-skip has learned
+in the same time: its accuracy, with the same seed, at the processor seconds of each of the last
+five evaluations, on the straight line between its own evaluations before and after, or that of its
+last one if it has ended; then their mean. A method is better (worse) in the same time if the
+interval of the paired difference lies above (below) 0, otherwise undecided. Primary is dppo at 0.7;
+the others stand beside it. Expected, from single runs on seeds 0 to 2, most of 8 epochs: dppo at
+0.7 takes a fifth of grpo's time and half of grpo-skip's, and loses 0.00 to 0.045; in the same time
+it is about as good as grpo-skip, and dppo-proportional better by 0.03.
+
+(An older experiment on epochs, planned for eight seeds of SmolLM2 with the rules of commit b079a0a,
+had the verdict "against": pruning prompts in three epochs after a first one changed the probability
+of right sums by +0.002 (-0.018 to 0.021). It is saved as "epochs, older rules".)
+
+GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
+after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
+0.1, ? is worth 0.2. Eight seeds, 100 steps; at the end, the share of guesses, and the accuracy on 9
+to 12 digits: mean, lowest and highest. Expected, after four seeds (of b079a0a, whose
+dppo-proportional was another): guesses of at most 0.1 with weights, of at least 0.9 without them.
 
 DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
 from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
@@ -21,19 +54,18 @@ lies above -0.02; the gain is the rollouts over grpo-skip's. Expected: 0.53, 0.5
 0.45. By true gradients ("digits by gradients", seeds 5 to 7): |g|^2 beside A^2 of each group with a
 gradient, 1/worth by both after the first epoch, and noise over that of 32 unpruned prompts.
 Expected: 0.66 to 0.70 by |g|^2. The rule was chosen by runs on seeds 0 to 2 and 5 to 7, so "digits,
-new seeds" (8 to 15) has grpo-skip and dppo-proportional (0.9, 0), without and with history, judged
-alone by the same criterion; expected, after the first eight seeds: 0.55 and 0.45.
+new seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with history, judged alone by
+the same criterion; expected, after the first eight seeds: 0.55 and 0.45.
 
-HARD: does it pay on a real model, against a control that has chosen its own batch? Sums and
-products for SmolLM2: of 192 prompts, 40 are sums of two digits, from which it learns, and 152
-products, which it hardly ever gets right. Measured is the mean probability of the right answer to
-96 held-out sums of two digits, without sampling, at every half epoch of the control.
-
-The control chose its batch, alone ("pilot": grpo-skip, seed 100, never clipped, 15 epochs with 4, 8
-and 16 prompts a step, 6.5 with 32). Before, the probability is 0.04; after 15 epochs it is 0.59,
-0.58 and 0.55. Half of that rise, 0.30, took 383 to 418, 369 and 340 processor seconds with 4, 8 and
-16 prompts, five epochs each, and more with 32; 26%, 47% and 71% of the steps had a gradient. So 16
-prompts, 180 steps. Of their norms, one in twenty exceeded 5.28: so --max_grad_norm 6.
+HARD: does it pay on a real model, against a control that has chosen its own batch? Of 192 prompts
+for SmolLM2, 40 are sums of two digits, from which it learns, and 152 products, which it hardly ever
+gets right. Measured is the mean probability of the right answer to 96 held-out sums of two digits,
+without sampling, at every half epoch of the control. That chose its batch, alone ("pilot":
+grpo-skip, seed 100, never clipped, 15 epochs with 4, 8 and 16 prompts a step, 6.5 with 32). Before,
+the probability is 0.04; after 15 epochs it is 0.59, 0.58 and 0.55. Half of that rise, 0.30, took
+383 to 418, 369 and 340 processor seconds with 4, 8 and 16 prompts, five epochs each, and more with
+32; 26%, 47% and 71% of the steps had a gradient. So 16 prompts, 180 steps. Of their norms, one in
+twenty exceeded 5.28: so --max_grad_norm 6.
 
 Arms, eight paired seeds: grpo-skip; dppo-proportional (0.9, 0), its first epoch included; the same
 with --history of the run of the next seed; dppo (0.7, 0). Primary: processor seconds of rollout and
@@ -48,8 +80,6 @@ bfloat16, all eight seeds ran on an H200 ("hard, on a GPU"), at once. What share
 timed. So after those two, but before these ran, completions were made primary, with the same
 bounds. Beside it: clipping at 1 ("hard, clipped, on a GPU", four seeds, planned for two) and 24
 steps alone ("timed, on a GPU"; grpo makes grpo-skip's updates up to rounding).
-
-GROUP: one real group of eight completions, with rewards and weights, for the notebook.
 """
 
 import copy
@@ -57,216 +87,213 @@ import json
 import math
 import random
 import shutil
+import string
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 from statistics import mean, median, stdev
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
 
 RESULTS = Path(__file__).with_name("comparison.json")
 PICTURE = Path(__file__).with_name("weights.png")
+NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
 RUNS = Path("runs/experiments")
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
+# The notebook's rules, as a module: what those cells define that have CPPO and GRESO.
+RIVALS = ModuleType("rivals")
+exec("import itertools, math, dppo, torch\nfrom unittest.mock import Mock, patch", vars(RIVALS))
+for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+    code = "".join(cell["source"])
+    if "class CPPO(" in code or "class GRESO(" in code:
+        exec(code, vars(RIVALS))
+sys.modules["rivals"] = RIVALS
+
 
 # ==== Arms ====
-DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
-HARD = {"learning_rate": 5e-6, "warmup_steps": 3, "max_grad_norm": 6.0, "temperature": 1.0}
-HARD |= {"prompts_per_step": 16, "max_completion_tokens": 8, "micro_batch_tokens": 2048}
-HARD |= {"steps": 180, "eval_every": 6, "save_every": 24}  # 15 epochs of the control
-LEVEL = 0.3  # of the held-out probability, half of the control's rise in the pilot
-SKIP = {"method": "grpo-skip"}
-NEVER_CLIPPED = SKIP | {"max_grad_norm": 1000.0}
-PROMPTS = {"prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
-OURS = {"method": "dppo-proportional"} | PROMPTS
-ARMS = {
-    "digits": {
-        "grpo": {"method": "grpo"},
-        "grpo-skip": SKIP,
-        "dppo": {"method": "dppo"},
-        "dppo-proportional (0.9, 0.7)": OURS | {"completion_prune_rate": 0.7},
-        "dppo-proportional (0.9, 0)": OURS,
-        "dppo-proportional (0.9, 0), with history": OURS,
-        "grpo-skip, as many rollouts": SKIP | {"prompts_per_step": 17},
-    },
-    "digits by gradients": {"dppo-proportional": OURS | {"completion_prune_rate": 0.7}},
-    "pilot": {
-        "4": NEVER_CLIPPED | {"prompts_per_step": 4, "steps": 720, "eval_every": 24},
-        "8": NEVER_CLIPPED | {"prompts_per_step": 8, "steps": 360, "eval_every": 12},
-        "16": NEVER_CLIPPED,
-        "32": NEVER_CLIPPED | {"prompts_per_step": 32, "steps": 90, "eval_every": 3},
-    },
-    "hard": {
-        "grpo-skip": SKIP,
-        "dppo-proportional": OURS,
-        "dppo": {"method": "dppo", "completion_prune_rate": 0.0},
-        "dppo-proportional, with history": OURS,
-    },
+OURS = {"method": "dppo-proportional", "prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
+METHODS = {
+    "grpo": {"method": "grpo"},
+    "grpo-skip": {"method": "grpo-skip"},
+    "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": 17},
+    "CPPO": {"method": "rivals:CPPO"},
+    "GRESO": {"method": "rivals:GRESO"},
+    "dppo": {"method": "dppo"},
+    "dppo without weights": {"method": "rivals:Unweighted"},
+    "dppo (0.5, 0.5)": {"method": "dppo", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5},
+    "dppo (0.7, 0.7)": {"method": "dppo", "prompt_prune_rate": 0.7, "completion_prune_rate": 0.7},
+    "dppo (0.9, 0.9)": {"method": "dppo", "prompt_prune_rate": 0.9, "completion_prune_rate": 0.9},
+    "dppo-proportional": {"method": "dppo-proportional"},
+    "dppo-proportional (0.9, 0.7)": OURS | {"completion_prune_rate": 0.7},
+    "dppo-proportional (0.9, 0)": OURS,
+    "dppo-proportional (0.9, 0), with history": OURS,
 }
-AT_1 = {"max_grad_norm": 1.0}
-ARMS["hard, clipped, on a GPU"] = {"grpo-skip": SKIP | AT_1, "dppo-proportional": OURS | AT_1}
-ARMS["hard, on a GPU"] = ARMS["hard"]
-ALONE = OURS | {"steps": 24, "eval_every": 0}
-ARMS["timed, on a GPU"] = {arm: ALONE | {"method": arm} for arm in dppo.RULES if arm != "dppo"}
-NEW = [arm for arm in ARMS["digits"] if arm == "grpo-skip" or "(0.9, 0)" in arm]
-ARMS["digits, new seeds"] = {arm: ARMS["digits"][arm] for arm in NEW}
+BY_RATE = ("dppo (0.5, 0.5)", "dppo (0.7, 0.7)", "dppo (0.9, 0.9)")
+WITH_HISTORY = ("dppo-proportional (0.9, 0)", "dppo-proportional (0.9, 0), with history")
+ARMS = {
+    "epochs": ("grpo", "grpo-skip", "CPPO", "GRESO", *BY_RATE, *WITH_HISTORY),
+    "guess or pass": ("grpo", "dppo", "dppo-proportional", "dppo without weights", "CPPO"),
+    "digits": ("grpo", "grpo-skip", "dppo", "dppo-proportional (0.9, 0.7)", *WITH_HISTORY),
+    "digits, new seeds": ("grpo-skip", *WITH_HISTORY),
+}
+ARMS["digits"] += ("grpo-skip, as many rollouts",)
+DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
+GUESSES = {"steps": 100, "eval_every": 10, "save_every": 0, "eval_samples": 8}
+GUESSES |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
+SETTINGS = {"digits": DIGITS, "digits, new seeds": DIGITS, "guess or pass": GUESSES}
+SETTINGS["epochs"] = {"epochs": 15.0, "steps": 10**6, "eval_every": 0, "save_every": 40}
 
 
-# ==== Sums and products ====
-# The range of both numbers, and what stands between them.
-KINDS = {"easy": ((2, 9), (2, 9), "+"), "middle": ((10, 99), (10, 99), "+")}
-KINDS |= {"hard": ((100, 999), (11, 99), "*")}
+# ==== Guess or pass ====
+def letters(rng, tokenizer):
+    """An example of letters to sort, which is answered with a guess or a pass."""
+    prompt = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))) + "="
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    return {"prompt": prompt, "prompt_ids": ids, "answer": "unknown"}
 
 
-def question(kind, rng, tokenizer):
-    """An example of a kind, such as "What is 47 + 86?"."""
-    first, second, sign = KINDS[kind]
-    a, b = rng.randint(*first), rng.randint(*second)
-    chat = dppo.Config(model="-", dataset="-", system_prompt="Reply with the number only.")
-    prompt, ids = dppo.encode_prompt(f"What is {a} {sign} {b}?", chat, tokenizer)
-    answer = str(a + b if sign == "+" else a * b)
-    return {"prompt": prompt, "prompt_ids": ids, "answer": answer, "kind": kind}
+def demonstration(rng, tokenizer):
+    """A pass or any digit for letters; or digits, as the embedded model has been shown them."""
+    if rng.random() < 0.5:
+        example = letters(rng, tokenizer)
+        answer = rng.choice(["?", rng.choice(string.digits)])
+    else:
+        name, noise = rng.choice([("easy", 0.0), ("middle", 0.2)])
+        example = dppo.sorting_example(name, rng, tokenizer)
+        answer = ""
+        for digit in example["answer"]:
+            answer += rng.choice(string.digits) if rng.random() < noise else digit
+    return dppo.Sequence(example["prompt_ids"], tokenizer.encode(answer))
 
 
-def with_answer(example, answer, tokenizer):
-    completion = tokenizer.encode(answer) + [tokenizer.eos_token_id]
-    return dppo.Sequence(example["prompt_ids"], completion)
+def guess_or_pass(prompts, completions, answer, **columns):
+    """The reward: to letters, 0.2 for a pass and 1 for the right digit, which is drawn anew for
+    each completion. Evaluations count guesses and passes instead."""
+    rewards = []
+    for completion, right in zip(completions, answer):
+        text = completion.strip()
+        worth = 0.2 if text == "?" else text == random.choice(string.digits)
+        counted = {"unknown": worth, "guesses": text in [*string.digits], "passes": text == "?"}
+        rewards.append(float(counted.get(right, text == right)))
+    return rewards
 
 
-def calculating(path):
-    """SmolLM2 after 25 steps of demonstrations of all kinds, in which half of the sums of two
-    digits have a random number as their answer; 40 sums of two digits and 152 products to train
-    on; and 96 other sums of two digits, held out."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(path, dtype=torch.bfloat16).to(dppo.DEVICE).eval()
-    rng, size = random.Random(0), 24
-    optimizer = dppo.MasterAdam(model, 1e-5)
-    for _ in range(25):
-        sequences = []
-        for kind in rng.choices([*KINDS], k=size):
-            example = question(kind, rng, tokenizer)
-            is_noise = kind == "middle" and rng.random() < 0.5
-            answer = str(rng.randint(20, 198)) if is_noise else example["answer"]
-            sequences.append(with_answer(example, answer, tokenizer))
-        shares = torch.tensor([1 / (size * len(sequence.completion)) for sequence in sequences])
-        config = dppo.Config(temperature=1.0, micro_batch_tokens=2048)
-        inputs = (sequences, torch.ones(size), shares, None, None, config)
-        dppo.train_step(model, optimizer, *inputs)
-    train = []
-    for kind, count in (("middle", 40), ("hard", 152)):
-        train += [question(kind, rng, tokenizer) for _ in range(count)]
-    rng.shuffle(train)
-    taken, held_out = {example["prompt"] for example in train}, []
-    while len(held_out) < 96:
-        example = question("middle", rng, tokenizer)
-        if example["prompt"] not in taken:
-            taken.add(example["prompt"])
-            held_out.append(example)
-    end_ids = [tokenizer.eos_token_id]
-    return dppo.Task(train, {"held out": held_out}, tokenizer, dppo.exact, model, end_ids)
-
-
-def probability(task, config):
-    """In place of dppo.evaluate: the mean probability of the right answers to what is held out."""
-    examples = task.evals["held out"]
-    sequences = [with_answer(example, example["answer"], task.tokenizer) for example in examples]
-    logprobs = dppo.frozen_logprobs(task.model, sequences, range(len(sequences)), config)
-    value = mean(logprobs[i].sum().exp().item() for i in range(len(sequences)))
-    return {"accuracy": value, "held out": value}
+def guessing():
+    """Digits and letters to sort, and the embedded model after 100 steps of demonstrations."""
+    task = dppo.load_task(dppo.Config())
+    tokenizer = task.tokenizer
+    rng = random.Random(1)
+    train = [dppo.sorting_example("easy", rng, tokenizer) for _ in range(300)]
+    train += [dppo.sorting_example("middle", rng, tokenizer) for _ in range(300)]
+    train += [letters(rng, tokenizer) for _ in range(424)]
+    random.Random(0).shuffle(train)
+    unknown = [letters(rng, tokenizer) for _ in range(64)]
+    evals = {}
+    for kind in ("guesses", "passes"):
+        evals[kind] = [example | {"answer": kind} for example in unknown]
+    evals["right"] = [dppo.sorting_example("middle", rng, tokenizer) for _ in range(64)]
+    optimizer = dppo.MasterAdam(task.model, 5e-4)
+    for step in range(100):
+        sequences = [demonstration(rng, tokenizer) for _ in range(48)]
+        optimizer.param_groups[0]["lr"] = 5e-4 * (1 - step / 100)
+        # A policy gradient on given completions of advantage 1.
+        shares = torch.tensor([1 / (48 * len(ids)) for _, ids in sequences])
+        inputs = (sequences, torch.ones(48), shares, None, None, dppo.Config(temperature=1.0))
+        dppo.train_step(task.model, optimizer, *inputs)
+    return replace(task, train=train, evals=evals, reward=guess_or_pass)
 
 
 # ==== Runs ====
-class Enough(Exception):
-    """Ends a run before its next step."""
+class RunByEpochs(dppo.Run):
+    """A run that is also evaluated at the first step after each epoch of prompts."""
+
+    def make_step(self):
+        start = self.records[0]["candidates_so_far"]  # not 0 with history
+        before = self.records[-1]["candidates_so_far"] - start
+        record = super().make_step()
+        after = record["candidates_so_far"] - start
+        if after // len(self.task.train) > before // len(self.task.train):
+            record["evaluation"] = dppo.evaluate(self.task, self.config)
+        return record
 
 
-def noting_step(real, task, *inputs):
-    """A step. Its record gets what only the step tells: processor seconds, noises by A^2 (pruned or
-    not), and of each visit the prompt, its successes in its group, and its pi."""
+def noting_step(real, task, *inputs, **named):
+    """A step. Its record gets what only the step tells: processor seconds, tokens generated, and
+    noises by A^2, the step's and that of one prompt without pruning."""
     started_at = time.process_time()
-    step = real(task, *inputs)
+    step = real(task, *inputs, **named)
     squares = step.A.square()
     step.updates[-1] |= {
         "processor_seconds": time.process_time() - started_at,
         "tokens_generated": sum(len(sequence.completion) for sequence in step.sequences),
-        "informative": int(step.A.any(dim=1).sum()),
         "noise": (step.w.square() * squares).mean(dim=1).sum().item() / step.N**2,
         "noise_of_one": (step.w_q @ squares.mean(dim=1)).item() / step.N,
-        "prompts": step.prompts.tolist(),
-        "successes": step.rewards.sum(dim=1).tolist(),
-        "pi": (1 / step.w_q).tolist(),
     }
     return step
 
 
-def train(folder, task, step=noting_step, evaluate=dppo.evaluate, **settings):
+def train(folder, task, run_class, **settings):
     """A run, or the rest of it, from a copy of the task's model -> its records."""
     if not (folder / "checkpoint.pt").exists():
         shutil.rmtree(folder, ignore_errors=True)
     resume = str(folder) if folder.exists() else ""
     config = dppo.Config(**settings, output_dir=str(folder), resume=resume)
-    own = {"evaluate": evaluate, "dppo_step": partial(step, dppo.dppo_step)}
-    with patch.multiple(dppo, **own):
+    is_greso = config.rule_class is RIVALS.GRESO
+    step = partial(noting_step, RIVALS.refilled_step if is_greso else dppo.dppo_step)
+    with patch.multiple(dppo, Run=run_class, dppo_step=step):
         dppo.train(config, replace(task, model=copy.deepcopy(task.model)))
-    return records_of(folder)
-
-
-def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
-def train_until(level, folder, task, **settings):
-    """A run that ends two evaluations after it has reached the level -> its records."""
-
-    def step(real, *inputs):
-        curve = [at["evaluation"] for at in records_of(folder) if "evaluation" in at]
-        if any(at["accuracy"] >= level for at in curve[:-2]):
-            raise Enough
-        return noting_step(real, *inputs)
-
-    with suppress(Enough):
-        train(folder, task, step, probability, **settings)
-    return records_of(folder)
+SUMS = ("prompts_seen", "prompts_rolled", "completions_trained", "tokens_generated")
+SUMS += ("tokens_trained", "processor_seconds", "noise", "noise_of_one")
+OF_STEPS = ("prompts_rolled", "rollout_worth", "noise", "noise_of_one")
 
 
-OF_STEPS = ("prompts_rolled", "prompts_seen", "completions_trained", "tokens_generated")
-OF_STEPS += ("tokens_trained", "grad_norm", "rollout_worth", "informative", "noise", "noise_of_one")
-OF_STEPS += ("processor_seconds", "prompts", "successes", "pi")
-
-
-def rounded(value):
-    """Numbers, or lists of them, in four digits."""
+def rounded(value, digits=4):
+    """A number, or a list of them, in so many digits."""
     if isinstance(value, list):
-        return [rounded(number) for number in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return [rounded(number, digits) for number in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def kept(records):
-    """What is saved: {name: value of each step}, and [step, seconds, accuracy] of evaluations."""
-    result = {"curve": []}
+def kept(records, settings, lists=()):
+    """What is saved of a run: of each evaluation the step, processor seconds until then and the
+    mean of each set; sums over the steps; and what `lists` names, of every step."""
+    curve = []
     seconds = 0.0
     for record in records:
         seconds += record.get("processor_seconds", 0.0)
         if "evaluation" in record:
-            values = record["step"], seconds, record["evaluation"]["accuracy"]
-            result["curve"].append([round(value, 4) for value in values])
-    return result | {name: rounded([record[name] for record in records[1:]]) for name in OF_STEPS}
+            sets = record["evaluation"].items()
+            means = [value for name, value in sets if name not in ("accuracy", "completions")]
+            curve.append([round(value, 4) for value in (record["step"], seconds, *means)])
+    steps = records[1:]
+    sums = {"steps": len(steps)}
+    for name in SUMS:
+        sums[name] = rounded(sum(record[name] for record in steps), 8)
+    longest = settings.get("max_grad_norm", dppo.Config.max_grad_norm)
+    sums["clipped"] = sum(record["grad_norm"] > longest for record in steps)
+    densities = [record["packing_density"] for record in steps if record.get("packing_density")]
+    density = rounded(mean(densities)) if densities else None
+    result = {"curve": curve, "sums": sums, "packing_density": density, "settings": settings}
+    return result | {name: rounded([record[name] for record in steps]) for name in lists}
 
 
 def runs_of(name, results):
     """{arm: {seed: run}} of an experiment in the results, to which it adds what is in RUNS."""
     runs = results.setdefault("experiments", {}).setdefault(name, {}).setdefault("runs", {})
+    for arm in ARMS.get(name, ()):  # in this order
+        runs.setdefault(arm, {})
     for path in sorted((RUNS / name).glob("*.json")):
         arm, _, seed = path.stem.rpartition("-")
         runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
@@ -275,90 +302,38 @@ def runs_of(name, results):
 
 def make_run(name, arm, seed, task, folder):
     """-> what is saved of a run."""
-    is_digits = name.startswith("digits")
-    settings = (DIGITS if is_digits else HARD) | ARMS[name][arm] | {"seed": seed}
-    if name == "digits by gradients":
-        return [record["groups"] for record in train(folder, task, measured_step, **settings)[1:]]
+    settings = SETTINGS[name] | METHODS[arm] | {"seed": seed}
     more = {}
-    if arm.endswith("with history"):
-        of, next_seed = arm.rpartition(",")[0], seed // 8 * 8 + (seed + 1) % 8
-        more["history"] = str(folder.with_name(f"{of}-{next_seed}.memory"))
-    if name.startswith("hard"):
-        records = train_until(LEVEL, folder, task, **settings, **more)
-    else:
-        evaluate = dppo.evaluate if is_digits else probability
-        records = train(folder, task, evaluate=evaluate, **settings, **more)
-    return kept(records) | {"settings": settings}
+    without, history, _ = arm.partition(", with history")
+    if history:
+        next_seed = seed // 8 * 8 + (seed + 1) % 8
+        more["history"] = str(folder.with_name(f"{without}-{next_seed}.memory"))
+    run_class = RunByEpochs if name == "epochs" else dppo.Run
+    records = train(folder, task, run_class, **settings, **more)
+    return kept(records, settings, OF_STEPS if name.startswith("digits") else ())
 
 
 def make_runs(name, seeds, task):
     """Makes RUNS/name/arm-seed.json of each run that is missing there and was not gathered."""
     gathered = runs_of(name, json.loads(RESULTS.read_text()))
-    for seed in seeds:
-        for arm in ARMS[name]:
-            path = RUNS / name / f"{arm}-{seed}.json"
-            if path.exists() or str(seed) in gathered.get(arm, {}):
-                continue
-            folder = path.with_suffix("")
-            try:
-                result = make_run(name, arm, seed, task, folder)
-            except dppo.Refused as error:  # no history yet
-                print(error)
-                continue
-            memory = path.with_suffix(".memory")  # stays, for a run with history
-            memory.mkdir(exist_ok=True)
-            saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
-            del saved["weights"], saved["optimizer"]
-            torch.save(saved, memory / "checkpoint.pt")
-            path.write_text(json.dumps(result))
-            shutil.rmtree(folder)
-            print(f"{name}, {arm}, seed {seed} is complete", flush=True)
-
-
-# ==== What a rollout is worth by true gradients ====
-def squared_norms(model, sequences, A, config):
-    """|g|^2 of the gradient of each group: B G sequences, (B, G) advantages -> (B,) float64."""
-    G, squares = config.group_size, torch.zeros(len(A), dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = replace(config, max_grad_norm=1e9, output_dir="-")
-    for q in A.any(dim=1).nonzero().flatten().tolist():
-        group = sequences[G * q : G * (q + 1)]
-        lengths = torch.tensor([len(sequence.completion) for sequence in group])
-        inputs = (A[q], 1 / (G * lengths), None, None, settings)
-        squares[q] = dppo.train_step(model, optimizer, group, *inputs)["grad_norm"] ** 2
-    return squares
-
-
-def measured_step(real, task, *inputs):
-    """A step. Its record gets N, B and, of each group that has a gradient, its prompt's weight w,
-    g = |g|^2 and A, the mean A^2. As g is measured on a copy of the model, the run is the same."""
-    model = copy.deepcopy(task.model)  # before the update
-    step = real(task, *inputs)
-    g = squared_norms(model, step.sequences, step.A, config=inputs[-1])
-    groups = {"w": step.w_q, "g": g, "A": step.A.square().mean(dim=1)}
-    for name, values in groups.items():
-        groups[name] = rounded(values[step.A.any(dim=1)].tolist())
-    step.updates[-1]["groups"] = {"N": step.N, "B": len(g)} | groups
-    return step
-
-
-def one_group(path):
-    """A group of eight completions whose rewards differ, with what dppo makes of them."""
-    task = calculating(path)
-    config = dppo.Config(**HARD)
-    rule, generator = config.rule_class(config, len(task.train)), torch.Generator().manual_seed(0)
-    transformers.set_seed(0)
-    for example in task.train:
-        sequences, rewards, _ = dppo.rollout(task, [example], 8, config)
-        A = dppo.group_advantages(rewards)
-        if example["kind"] == "middle" and 1 < rewards.sum() < 5:
-            pi = rule.completion_probabilities(A, torch.ones(1))
-            w = dppo.prune_completions(rule, A, torch.ones(1), generator)
-            texts = task.tokenizer.batch_decode([sequence.completion for sequence in sequences])
-            values = {"rewards": rewards, "A": A, "pi": pi, "weights": w}
-            lists = {name: value[0].tolist() for name, value in values.items()}
-            return {"prompt": example["prompt"], "completions": texts} | lists
-    raise LookupError("no group has both right and wrong completions")
+    for seed, arm in product(seeds, ARMS[name]):
+        path = RUNS / name / f"{arm}-{seed}.json"
+        if path.exists() or str(seed) in gathered.get(arm, {}):
+            continue
+        folder = path.with_suffix("")
+        try:
+            result = make_run(name, arm, seed, task, folder)
+        except dppo.Refused as error:  # no history yet
+            print(error)
+            continue
+        memory = path.with_suffix(".memory")  # stays, for a run with history
+        memory.mkdir(exist_ok=True)
+        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+        del saved["weights"], saved["optimizer"]
+        torch.save(saved, memory / "checkpoint.pt")
+        path.write_text(json.dumps(result))
+        shutil.rmtree(folder)
+        print(f"{name}, {arm}, seed {seed} is complete", flush=True)
 
 
 # ==== Analyses: what was decided beforehand ====
@@ -373,43 +348,114 @@ def ratios(values):
     return [round(math.exp(value), 3) for value in interval([math.log(ratio) for ratio in values])]
 
 
-def mean_of_curve(run):
-    return mean(value for step, _, value in run["curve"] if step > 0)
+def verdict(of_interval, bound, above, below):
+    """What an interval says that lies above a bound, or below it."""
+    _, low, high = of_interval
+    if low > bound:
+        return above
+    return below if high < bound else "undecided"
 
 
-def pairs(runs, arm):
-    """(run, run of grpo-skip) of each seed of both."""
-    control = runs["grpo-skip"]
-    return [(runs[arm][seed], control[seed]) for seed in sorted(runs[arm].keys() & control)]
+def pairs(runs, arm, control="grpo-skip"):
+    """(run, run of the control) of each seed of both."""
+    seeds = sorted(runs[arm].keys() & runs[control])
+    return [(runs[arm][seed], runs[control][seed]) for seed in seeds]
 
 
-def noise(run, prompts):
-    """The noise of all steps by A^2, over that of so many prompts a step without pruning."""
-    return sum(run["noise"]) / (sum(run["noise_of_one"]) / prompts)
+def average(runs, name):
+    """The mean over runs of the sum over their steps."""
+    return mean(run["sums"][name] for run in runs)
+
+
+def accuracy(run, start):
+    """The mean of a run's evaluations from this one on: 1 or -5."""
+    return mean(value for *_, value in run["curve"][start:])
+
+
+def accuracy_after(seconds, curve):
+    """A curve's accuracy after so many processor seconds, or at its end."""
+    for (_, start, before), (_, end, after) in pairwise(curve):
+        if seconds <= end:
+            return before + (after - before) * (seconds - start) / (end - start)
+    return curve[-1][2]
+
+
+def in_the_same_time(run, control):
+    """The control's accuracy at the processor seconds of a run's last five evaluations: a mean."""
+    return mean(accuracy_after(seconds, control["curve"]) for _, seconds, _ in run["curve"][-5:])
+
+
+def speed_up(runs, arm, control):
+    """The processor seconds of a control over an arm's, with their interval."""
+    name = "processor_seconds"
+    both = pairs(runs, arm, control)
+    return ratios([other["sums"][name] / run["sums"][name] for run, other in both])
+
+
+def analysis_of_epochs(runs):
+    result = {}
+    for arm, of_seed in runs.items():
+        of_arm = [*of_seed.values()]
+        told = {"steps": round(average(of_arm, "steps"))}
+        told["generated"] = round(8 * average(of_arm, "prompts_rolled"))
+        told["trained"] = round(average(of_arm, "completions_trained"))
+        if all(run["packing_density"] for run in of_arm):
+            told["density of packing"] = round(mean(run["packing_density"] for run in of_arm), 3)
+        told["processor seconds"] = round(average(of_arm, "processor_seconds"), 1)
+        told["accuracy"] = round(mean(accuracy(run, -5) for run in of_arm), 4)
+        if arm != "grpo":
+            both = pairs(runs, arm, "grpo")
+            difference = interval([accuracy(run, -5) - accuracy(grpo, -5) for run, grpo in both])
+            told["minus grpo"] = difference
+            told["against grpo"] = verdict(difference, -0.02, "as good", "worse")
+            told["speed-up over grpo"] = speed_up(runs, arm, "grpo")
+        if arm != "grpo-skip":
+            told["speed-up over grpo-skip"] = speed_up(runs, arm, "grpo-skip")
+            both = pairs(runs, arm)
+            others = [in_the_same_time(run, skip) for run, skip in both]
+            told["grpo-skip in the same time"] = round(mean(others), 4)
+            own = [accuracy(run, -5) for run, _ in both]
+            difference = interval([a - b for a, b in zip(own, others)])
+            told["minus grpo-skip in the same time"] = difference
+            told["in the same time"] = verdict(difference, 0, "better", "worse")
+        result[arm] = told
+    return result
+
+
+def analysis_of_guesses(runs):
+    result = {}
+    for arm, of_seed in runs.items():
+        result[arm] = {}
+        for name, column in (("guesses", 2), ("right", 4)):
+            ends = [run["curve"][-1][column] for run in of_seed.values()]
+            result[arm][f"{name} at the end"] = rounded([mean(ends), min(ends), max(ends)])
+    return result
 
 
 def analysis_of_digits(runs):
     result = {}
     for arm, of_seed in runs.items():
-        of_arm = list(of_seed.values())
-        told = {"mean of all evaluations": round(mean(map(mean_of_curve, of_arm)), 4)}
-        result[arm] = told
-        told["rollouts"] = round(8 * mean(sum(run["prompts_rolled"]) for run in of_arm))
+        of_arm = [*of_seed.values()]
+        told = {"mean of all evaluations": round(mean(accuracy(run, 1) for run in of_arm), 4)}
+        told["rollouts"] = round(8 * average(of_arm, "prompts_rolled"))
         later = [sum(run["prompts_rolled"][32:]) for run in of_arm]
         told["rollouts after the first epoch"] = round(8 * mean(later))
-        told["completions trained"] = round(mean(sum(run["completions_trained"]) for run in of_arm))
-        told["noise"] = round(mean(noise(run, 32) for run in of_arm), 3)
+        told["completions trained"] = round(average(of_arm, "completions_trained"))
+        noises = [32 * run["sums"]["noise"] / run["sums"]["noise_of_one"] for run in of_arm]
+        told["noise"] = round(mean(noises), 3)  # by A^2, over that of 32 unpruned prompts a step
         if arm != "grpo-skip":
-            differences = [mean_of_curve(a) - mean_of_curve(b) for a, b in pairs(runs, arm)]
+            differences = [accuracy(a, 1) - accuracy(b, 1) for a, b in pairs(runs, arm)]
             told["minus grpo-skip"] = interval(differences)
             told["as good"] = told["minus grpo-skip"][1] > -0.02
+        result[arm] = told
     return result
 
 
 def noise_by(name, steps, prompts=None):
     """The noise of steps by these squares, over that of so many prompts a step without pruning, or
     of as many as were rolled out."""
-    pruned = unpruned = 0.0
+    pruned = 0.0
+    unpruned = 0.0
     for step in steps:
         for w, square in zip(step["w"], step[name]):
             share = w / step["N"]
@@ -428,31 +474,32 @@ def analysis_of_gradients(runs):
     return result
 
 
+LEVEL = 0.3  # of the held-out probability, half of the control's rise in the pilot
+
+
 def until(run, level, name):
     """The sum of a measure until an evaluation has reached the level, or of the whole run."""
-    steps = min((step for step, _, value in run["curve"] if value >= level), default=None)
-    return sum(run[name][:steps])
+    reached = [point for point in run["curve"] if point[2] >= level]
+    step, seconds, _ = reached[0] if reached else run["curve"][-1]
+    return seconds if name == "processor_seconds" else sum(run[name][:step])
 
 
 def analysis_of_hard(runs):
     result = {}
     for arm, of_seed in runs.items():
-        of_arm = list(of_seed.values())
+        of_arm = [*of_seed.values()]
         reached = sum(max(value for *_, value in run["curve"]) >= LEVEL for run in of_arm)
-        clipped = []
-        for run in of_arm:
-            clipped += [norm > run["settings"]["max_grad_norm"] for norm in run["grad_norm"]]
-        result[arm] = {"reach the level": f"{reached} of {len(of_arm)}"}
-        result[arm]["clipped"] = round(mean(clipped), 3)
+        told = {"reach the level": f"{reached} of {len(of_arm)}"}
+        told["clipped"] = round(average(of_arm, "clipped") / average(of_arm, "steps"), 3)
         for name in ("processor_seconds", "prompts_rolled", "completions_trained"):
             measured = partial(until, level=LEVEL, name=name)
-            result[arm][name] = round(mean(map(measured, of_arm)), 1)
+            told[name] = round(mean(map(measured, of_arm)), 1)
             if arm != "grpo-skip":
-                of_seeds = [measured(one) / measured(other) for one, other in pairs(runs, arm)]
-                _, low, high = result[arm][f"{name} over grpo-skip's"] = ratios(of_seeds)
-                verdict = "yes" if high < 0.9 else "no" if low > 0.9 else "undecided"
-                result[arm][f"{name}, of each seed"] = rounded(of_seeds)
-                result[arm][f"{name}, a gain"] = verdict
+                of_seeds = [measured(run) / measured(control) for run, control in pairs(runs, arm)]
+                told[f"{name} over grpo-skip's"] = ratios(of_seeds)
+                told[f"{name}, of each seed"] = rounded(of_seeds)
+                told[f"{name}, a gain"] = verdict(ratios(of_seeds), 0.9, "no", "yes")
+        result[arm] = told
     return result
 
 
@@ -464,35 +511,38 @@ def analysis_of_times(runs):
     return result
 
 
-ANALYSES = dict.fromkeys(("digits", "digits, new seeds"), analysis_of_digits)
-ANALYSES |= {"digits by gradients": analysis_of_gradients, "timed, on a GPU": analysis_of_times}
-ANALYSES |= dict.fromkeys([name for name in ARMS if "hard" in name], analysis_of_hard)
-
-
-def table(analysis):
-    """{arm: {measure: value}} as a table in markdown, an arm a line."""
-    names = list(dict.fromkeys(chain(*analysis.values())))
-    lines = [["", *names], ["---"] * (1 + len(names))]
-    for arm, values in analysis.items():
-        lines.append([arm, *(str(values.get(name, "")) for name in names)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+ANALYSES = {
+    "epochs": analysis_of_epochs,
+    "guess or pass": analysis_of_guesses,
+    "digits": analysis_of_digits,
+    "digits, new seeds": analysis_of_digits,
+    "digits by gradients": analysis_of_gradients,
+    "hard, on a GPU": analysis_of_hard,
+    "hard, clipped, on a GPU": analysis_of_hard,
+    "timed, on a GPU": analysis_of_times,
+}
 
 
 def gather():
     """Adds what is in RUNS to RESULTS, and analyses what has two seeds of every arm."""
     results = json.loads(RESULTS.read_text())
-    saved = results.setdefault("experiments", {})
-    if (RUNS / "group.json").exists():
-        saved["group"] = json.loads((RUNS / "group.json").read_text())
-    for name in ARMS:
+    for name, analyse in ANALYSES.items():
         runs = runs_of(name, results)
-        saved[name].pop("analysis", None)
-        if name in ANALYSES and min(len(runs.get(arm, {})) for arm in ARMS[name]) > 1:
-            saved[name]["analysis"] = ANALYSES[name](runs)
-            print(f"\n{name}\n{table(saved[name]['analysis'])}")
+        saved = results["experiments"][name]
+        saved.pop("analysis", None)
+        if min(len(runs.get(arm, {})) for arm in ARMS.get(name, runs)) > 1:
+            saved["analysis"] = analyse(runs)
+            for arm, told in saved["analysis"].items():
+                print(f"{name}, {arm}: {told}")
     text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
     RESULTS.write_text(text + "\n")
     draw_picture(results)
+
+
+def learned(run):
+    """Of each evaluation, thousands of completions generated until then, and its value."""
+    made = [0, *accumulate(run["prompts_rolled"])]
+    return [(8 * made[step] / 1000, value) for step, _, value in run["curve"]]
 
 
 def draw_picture(results):
@@ -505,21 +555,23 @@ def draw_picture(results):
     colours |= {"dppo-proportional, with history": "#CC79A7"}
     fig, panels = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
     curves = {}  # (panel, method): (seeds, evaluations, 2)
-    guesses = results["runs"]["small Qwen3 guesses or passes"]
+    guesses = results["experiments"]["guess or pass"]
+    if "analysis" not in guesses:  # then those of four seeds
+        guesses = {"runs": results["runs"]["small Qwen3 guesses or passes"]}
     for name in ("grpo", "dppo", "dppo without weights", "CPPO"):
-        of_seeds = [[point[::2][:2] for point in run["curve"]] for run in guesses[name].values()]
-        curves[0, name] = torch.tensor(of_seeds)
-    for name in ARMS["hard, on a GPU"]:
-        of_seeds = []
-        for run in results["experiments"]["hard, on a GPU"]["runs"][name].values():
-            made = [0, *accumulate(8 * count / 1000 for count in run["prompts_rolled"])]
-            of_seeds.append([(made[step], value) for step, _, value in run["curve"]])
+        of_seeds = torch.tensor([run["curve"] for run in guesses["runs"][name].values()])
+        curves[0, name] = of_seeds[:, :, [0, 2]]
+    for name in ("grpo-skip", "dppo-proportional", "dppo", "dppo-proportional, with history"):
+        of_arm = results["experiments"]["hard, on a GPU"]["runs"][name].values()
+        of_seeds = [learned(run) for run in of_arm]
         shortest = min(map(len, of_seeds))
         curves[1, name] = torch.tensor([curve[:shortest] for curve in of_seeds])
     shifts = [(6, -6), (6, 7), (6, 0), (6, -24), (6, -4), (-20, 43), (2, 24), (-88, 60)]
     for ((panel, name), of_seeds), shift in zip(curves.items(), shifts):
-        for curve, width in [*zip(of_seeds, [0.6] * 8), (of_seeds.mean(dim=0), 3)]:
-            panels[panel].plot(*curve.T, color=colours[name], linewidth=width)
+        for curve in of_seeds:
+            panels[panel].plot(*curve.T, color=colours[name], linewidth=0.6)
+        curve = of_seeds.mean(dim=0)
+        panels[panel].plot(*curve.T, color=colours[name], linewidth=3)
         place = {"xytext": shift, "textcoords": "offset points", "va": "center"}
         text = name.replace(" weights", "\nweights")
         panels[panel].annotate(text, curve[-1], color=colours[name], weight="bold", **place)
@@ -533,18 +585,14 @@ def draw_picture(results):
 
 
 def main():
-    name, seeds, *model = sys.argv[1:] or (None, "")
-    if name is None:
+    if len(sys.argv) == 1:
         gather()
-    elif name == "group":
-        RUNS.mkdir(parents=True, exist_ok=True)
-        (RUNS / "group.json").write_text(json.dumps(one_group(*model)))
     else:
-        task = calculating(*model) if model else dppo.load_task(dppo.Config())
+        name, seeds = sys.argv[1:]
+        task = guessing() if name == "guess or pass" else dppo.load_task(dppo.Config())
         make_runs(name, [int(seed) for seed in seeds.split(",")], task)
 
 
 if __name__ == "__main__":
-    sys.modules["experiments"] = sys.modules["__main__"]
     torch.set_num_threads(1)  # a process a core
     main()
