@@ -64,8 +64,8 @@ def test_a_run_is_evaluated_at_the_first_step_after_each_epoch(monkeypatch):
     run.config, run.task = None, SimpleNamespace(train=[None] * 10)
     run.records = [{"candidates_so_far": 7}]  # of a history
     records = [run.make_step() for _ in range(8)]  # after 4, 8, 12, 16, 20, 24, 28 and 32 prompts
-    assert [i for i, record in enumerate(records, 1) if "evaluation" in record] == [3, 5, 8]
-    assert records[2]["evaluation"] == {"accuracy": 0.5}
+    assert [i for i, record in enumerate(records, 1) if "accuracy" in record] == [3, 5, 8]
+    assert records[2]["accuracy"] == 0.5
 
 
 def test_accuracy_between_two_evaluations_is_on_a_straight_line_and_then_stays():
@@ -238,13 +238,14 @@ def test_a_gain_needs_the_whole_interval_of_paired_ratios_below_0_9(ratio, gain)
 
 # ==== What is saved ====
 def test_of_a_run_are_kept_its_evaluations_sums_and_some_of_each_step():
-    records = [{"step": 0, "evaluation": {"guesses": 0.1, "right": 0.2, "accuracy": 0.15}}]
+    records = [{"step": 0, "accuracy": 0.15, "accuracy of guesses": 0.1, "accuracy of right": 0.2}]
     for step, (grad_norm, density) in enumerate(((0.5, 0.75), (6.5, None), (1.5, 0.5)), 1):
         record = dict.fromkeys((*experiments.SUMS, *experiments.OF_STEPS), 1 / 3)
         record |= {"processor_seconds": 1.5, "prompts_rolled": step}
         record |= {"step": step, "grad_norm": grad_norm, "packing_density": density}
         records.append(record)
-    records[2]["evaluation"] = {"guesses": 0.3, "right": 0.55, "accuracy": 0.4, "completions": []}
+    means = {"accuracy": 0.4, "accuracy of guesses": 0.3, "accuracy of right": 0.55}
+    records[2] |= means | {"evaluation": []}
     run = experiments.kept(records, {"max_grad_norm": 6.0}, ("prompts_rolled", "noise"))
     assert run["curve"] == [[0, 0, 0.1, 0.2], [2, 3, 0.3, 0.55]]
     assert run["prompts_rolled"] == [1, 2, 3] and run["noise"] == [0.3333] * 3

@@ -222,7 +222,7 @@ class RunByEpochs(dppo.Run):
         record = super().make_step()
         after = record["candidates_so_far"] - start
         if after // len(self.task.train) > before // len(self.task.train):
-            record["evaluation"] = dppo.evaluate(self.task, self.config)
+            record |= dppo.evaluate(self.task, self.config)
         return record
 
 
@@ -235,7 +235,7 @@ def noting_step(real, task, *inputs, **named):
     step.updates[-1] |= {
         "processor_seconds": time.process_time() - started_at,
         "tokens_generated": sum(len(sequence.completion) for sequence in step.sequences),
-        "noise": (step.w.square() * squares).mean(dim=1).sum().item() / step.N**2,
+        "noise": (step.weights[0].square() * squares).mean(dim=1).sum().item() / step.N**2,
         "noise_of_one": (step.w_q @ squares.mean(dim=1)).item() / step.N,
     }
     return step
@@ -273,16 +273,16 @@ def kept(records, settings, lists=()):
     seconds = 0.0
     for record in records:
         seconds += record.get("processor_seconds", 0.0)
-        if "evaluation" in record:
-            sets = record["evaluation"].items()
-            means = [value for name, value in sets if name not in ("accuracy", "completions")]
+        if "accuracy" in record:
+            means = [record[name] for name in record if name.startswith("accuracy of ")]
             curve.append([round(value, 4) for value in (record["step"], seconds, *means)])
     steps = records[1:]
     sums = {"steps": len(steps)}
     for name in SUMS:
         sums[name] = rounded(sum(record[name] for record in steps), 8)
     longest = settings.get("max_grad_norm", dppo.Config.max_grad_norm)
-    sums["clipped"] = sum(record["grad_norm"] > longest for record in steps)
+    norms = [record["grad_norm"] or 0.0 for record in steps]  # none if it was not finite
+    sums["clipped"] = sum(norm > longest for norm in norms)
     densities = [record["packing_density"] for record in steps if record.get("packing_density")]
     density = rounded(mean(densities)) if densities else None
     result = {"curve": curve, "sums": sums, "packing_density": density, "settings": settings}
