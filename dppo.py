@@ -4,10 +4,18 @@ After "Unbiased Dynamic Pruning for Efficient Group-Based Policy Optimization" (
 arXiv 2603.04135), known to us by its abstract and reviews that quote it; docstrings say how we read
 the rest. (TRL's `dppo` is another method.)
 
-GRPO answers each prompt several times and learns from the differences, so a group that is all right
-or all wrong teaches nothing. DPPO prunes prompts before and completions after the rollout, both at
-random, and divides a loss by its probability of being kept, so the expected gradient is still that
-of all candidates.
+GRPO answers each prompt several times and learns from the differences between the rewards, so a
+group that is all right or all wrong teaches nothing. DPPO prunes prompts before the rollout and
+completions after it, both at random, and what it keeps with probability pi counts 1/pi times. The
+expected gradient is therefore still that of all candidates. This is a step:
+
+    pi      = keep_probabilities(memory)     of each prompt, by what it taught at its last visit
+    window  = the next N prompts             as far as their pi sum to prompts_per_step
+    w_q     = draw(pi)                       1/pi for a prompt that is kept, 0 for one that is not
+    A       = advantages of the rollout      of the prompts that are kept, in whole groups
+    w_qi    = draw(keep_probabilities(|A|))  1/pi or 0, for each of their completions
+    update  : the gradient of the sum of w_q w_qi l/(N G), where N G is fixed, not the number kept
+    memory  = the mean |A| of each group     for later steps
 
     python dppo.py  # a small model learns to sort digits, offline, in two minutes
 
@@ -18,7 +26,7 @@ of all candidates.
     A         advantage of a completion
     P, pi     probability of being pruned, of being kept: pi = 1 - P
     r_q, r_o  rates at which low-scoring prompts, completions are pruned
-    w         1/pi where kept, 0 where pruned: w_q of a prompt, w_qi of a completion, w = w_q w_qi
+    w         weight, 1/pi if kept, else 0: w_q of a prompt, w_qi of a completion, w = w_q w_qi
     C         factor of the paper's weight C/(1 - P)
     rho       ratio of a token's probabilities under the new and the old policy
     beta      weight of the KL term
@@ -30,16 +38,20 @@ import copy
 import csv
 import glob
 import inspect
+import io
 import json
 import math
+import os
 import pkgutil
 import random
 import re
 import signal
 import sys
 import time
+import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
 from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
@@ -53,65 +65,74 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-# ======== Part I: the paper ========
+# ======== Part I: the method ========
 
 
-class Refused(ValueError):
-    """Bad input, which the command line reports in one line."""
-
-
-# ---- 1. Advantages and pruning
+# ---- 1. Advantages
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean, with the
-    mean and std (divisor n - 1) of those that are not missing (NaN). A is exactly 0 if these are
-    equal, and for a missing one. To centre A again after pruning would bias the gradient."""
+    """(B, G) rewards -> (B, G) float64 A = (reward - mean)/(std + 1e-4), or reward - mean.
+
+    The mean and the std (with divisor n - 1) are those of the rewards that are not missing (NaN).
+    A missing reward has A = 0, and so has a group whose rewards are equal up to rounding. To centre
+    A again after pruning would bias the gradient, as what is left of a group has another mean."""
     rewards = rewards.double()
-    A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
-    A = A - A.nanmean(dim=1, keepdim=True)
+    missing = rewards.isnan()
+    A = rewards - rewards.nanmean(dim=1, keepdim=True)
+    rounding = 1e-6 * rewards.nan_to_num().abs().amax(dim=1, keepdim=True)
+    equal = (A.nan_to_num().abs() <= rounding).all(dim=1, keepdim=True)
     if scale_by_std:
-        divisor = ((~rewards.isnan()).sum(dim=1, keepdim=True) - 1).clamp(min=1)
-        std = (A.square().nansum(dim=1, keepdim=True) / divisor).sqrt()
-        A = A / (std + 1e-4)
-    return A.masked_fill(rewards.isnan(), 0.0)
+        n = (~missing).sum(dim=1, keepdim=True)
+        variance = A.square().nansum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
+        A = A / (variance.sqrt() + 1e-4)
+    return A.masked_fill(missing | equal, 0.0)
 
 
 def has_gradient(advantages, beta):
-    """(B, G) bool: False where A = 0 and there is no KL, so that the gradient is 0."""
+    """(B, G) bool: False where A = 0 and there is no KL term, so that the gradient is 0."""
     return (advantages != 0) | (beta > 0)
 
 
+# ---- 2. Keep probabilities, and a draw with them
 def keep_probabilities(scores, rate):
-    """The paper's rule, as we read it: scores >= 0 -> float64 pi. Each of the k items that score
-    below the mean has pi = 1 - floor(rate k)/k, so that a draw over all prunes floor(rate k) of
-    them. Others, also those without a score (NaN), have pi = 1. (The paper's Algorithm 1 reportedly
-    removes the lowest outright: pi = 0 despite a gradient, against its own proof.)"""
+    """The paper's rule, as we read it: scores >= 0 -> float64 pi of the same shape.
+
+    The k items that score below the mean have pi = 1 - floor(rate k)/k, as if so many of them were
+    pruned, and chance decided which. All others have pi = 1, also those without a score (NaN).
+
+    (The paper's Algorithm 1 reportedly removes the lowest outright. They would have pi = 0 although
+    they have a gradient, which the paper's own proof excludes.)"""
     scores = scores.double()
-    low = scores < scores.nanmean() * (1 - 1e-6)  # equal ones are not below
+    low = scores < scores.nanmean() * (1 - 1e-6)  # equal scores are not below their mean
     k = int(low.sum())
-    pruned = math.floor(rate * k + 1e-9)  # 0.29 * 100 < 29
+    pruned = math.floor(rate * k + 1e-9)  # in floating point, 0.29 * 100 is below 29
     return torch.ones_like(scores).masked_fill(low, (k - pruned) / max(1, k))
 
 
 def draw(pi, generator):
-    """(n,) pi -> (n,) weights: 1/pi where kept, 0 where pruned. Wherever pi > 0, their mean is
-    pi (1/pi) + (1 - pi) 0 = 1. The sampling is systematic: items lie end to end in random order,
-    each as long as its pi, and those are kept on which a tooth of the comb u, u + 1, u + 2, ...
-    falls, with u uniform in [0, 1). If pi is 0.5, 1, 0.25, 0.25, u = 0.6 keeps the 2nd and 3rd."""
+    """(n,) pi -> (n,) weights: 1/pi for what is kept, 0 for what is pruned.
+
+    Wherever pi > 0, the mean of a weight is pi (1/pi) + (1 - pi) 0 = 1. The sampling is systematic,
+    so that the number kept is the sum of pi, rounded down or up. Items lie end to end in random
+    order, each as long as its pi, and those are kept on which a tooth of the comb u, u + 1, u + 2,
+    ... falls, where u is uniform in [0, 1). With items of the lengths 0.5, 1, 0.25 and 0.25, for
+    example, u = 0.6 keeps the second and the third."""
     order = torch.randperm(len(pi), generator=generator)
     u = torch.rand(1, generator=generator, dtype=torch.float64)
-    bounds = torch.cat([torch.zeros(1), pi[order].cumsum(0)])  # (n + 1,)
-    teeth = (bounds - u).ceil()  # below each bound; in the example 0, 0, 1, 2, 2
+    ends = torch.cat([torch.zeros(1), pi[order].cumsum(0)])  # (n + 1,) where items meet
+    teeth = (ends - u).ceil()  # the number of teeth below each; in the example 0, 0, 1, 2, 2
     kept = order[teeth[:-1] < teeth[1:]]
     return torch.zeros_like(pi).scatter(0, kept, 1 / pi[kept])
 
 
+# ---- 3. Rules: with which probability something is kept
 class Rule:
-    """What is kept, and with which probability: here everything, as in textbook GRPO. A subclass is
-    unbiased if prompts, and completions with a gradient, have a pi > 0 that is known before the
-    draw: a prompt's from memory alone, a completion's also from w_q and the rollout."""
+    """Textbook GRPO, which keeps everything.
 
-    unbiased = True  # False: all that is kept weighs the same
-    remembers = {}  # {name: initial value}, one number per prompt
+    A subclass is unbiased if every pi is known before its draw, and positive wherever there is a
+    gradient: pi of prompts from memory alone, pi of completions also from w_q and the rollout."""
+
+    unbiased = True  # False: all that is kept weighs the same, and pi may be 0
+    remembers = {}  # {name: initial value}, one number for each prompt
 
     def __init__(self, config, prompt_count):
         self.config = config
@@ -119,8 +140,8 @@ class Rule:
         zeros = torch.zeros(prompt_count, dtype=torch.float64)
         self.memory = {name: zeros + value for name, value in self.remembers.items()}
 
-    def prompts_to_keep(self, upcoming):
-        """The limit of a step, from memory alone."""
+    def limit_of_step(self, upcoming):
+        """The most prompts that a step may keep, from memory alone."""
         return self.config.prompts_per_step
 
     def prompt_probabilities(self):
@@ -131,20 +152,31 @@ class Rule:
         """(B, G) A, (B,) w_q -> (B, G) pi."""
         return torch.ones_like(advantages)
 
+    def weights(self, w_q, w_qi, N):
+        """(B,) w_q, (B, G) w_qi -> (B, G) w: L_hat is the sum of w l over N G. A biased rule
+        averages over what it keeps instead."""
+        if self.unbiased:
+            return w_q[:, None] * w_qi
+        kept = (w_qi > 0).double()
+        return kept * N * kept.shape[1] / kept.sum().clamp(min=1)
+
     def remember(self, prompts, rewards, advantages):
         """Takes a rollout into memory: (B,) prompts, (B, G) rewards, (B, G) A."""
 
 
 class GRPOSkip(Rule):
-    """Skips completions without a gradient, which adds no bias and no variance."""
+    """GRPO without the completions that have no gradient, which adds neither bias nor variance."""
 
     def completion_probabilities(self, advantages, prompt_weights):
         return has_gradient(advantages, self.config.beta).double()
 
 
 class DPPO(Rule):
-    """The paper's rule. A completion's score is |A|, and a prompt's the mean |A| of its group at
-    its last visit. Completions without a gradient are pruned, and only the others compared."""
+    """The paper's rule, at both levels.
+
+    A completion's score is |A|, and a prompt's is the mean |A| of its group at its last visit.
+    Completions without a gradient are left out first, so "below the mean" is that of the others.
+    For prompts it is the mean of all that were visited so far."""
 
     remembers = {"score": math.nan}
 
@@ -157,10 +189,11 @@ class DPPO(Rule):
         return needed * keep_probabilities(scores, self.config.completion_prune_rate)
 
     def remember(self, prompts, rewards, advantages):
-        for q, A in zip(prompts, advantages):  # one may come twice: the last counts
+        for q, A in zip(prompts, advantages):  # a prompt may come twice: its last group counts
             self.memory["score"][q] = A.abs().mean()
 
 
+# ---- 4. Pruning
 def check_probabilities(rule, pi, needed):
     """Refuses what is no probability and, if the rule is unbiased, pi = 0 where `needed`."""
     valid = pi.shape == needed.shape and ((pi >= 0) & (pi <= 1 + 1e-9)).all()  # NaN fails
@@ -174,70 +207,212 @@ def window_of(pi, upcoming, limit):
 
 
 def prune_prompts(rule, upcoming, limit, generator):
-    """Before the rollout: (n,) upcoming prompts -> N; (B,) those that are kept; (B,) w_q. The limit
-    is fixed in advance, and the window follows from pi; the draw keeps their sum, rounded.
-    To look on until enough have survived would make N depend on the draw, and bias the gradient."""
+    """Before the rollout: (n,) upcoming prompts -> N; (B,) the prompts that are kept; (B,) w_q.
+
+    The window follows from pi and the limit, so no draw changes its length N. To look on until
+    enough prompts have survived would make N depend on the draw, and bias the gradient."""
     pi = rule.prompt_probabilities().double()  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
-    window = window_of(pi, upcoming, limit)  # (N,)
-    pi = pi[window]
-    if not pi.any():
+    window = window_of(pi, upcoming, limit)
+    pi = pi[window]  # (N,)
+    if not pi.any():  # as a biased rule may have it
         raise Refused("a rule needs pi > 0 for some upcoming prompts")
-    weights = draw(pi / pi.sum().clamp(max=1), generator)  # a sum below 1 becomes 1: one is kept
-    kept = weights > 0
-    return len(window), window[kept], weights[kept]
+    if pi.sum() < 1:  # as with a limit of 1: scaled, so that one prompt is kept
+        pi = pi / pi.sum()
+    w_q = draw(pi, generator)
+    kept = w_q > 0
+    return len(window), window[kept], w_q[kept]
 
 
 def prune_completions(rule, advantages, prompt_weights, generator):
-    """After the rollout: (B, G) A, (B,) w_q -> (B, G) w_qi."""
-    pi = rule.completion_probabilities(advantages, prompt_weights).double()
+    """After the rollout: (B, G) A, (B,) w_q -> (B, G) w_qi. The rule gets copies to work with."""
+    pi = rule.completion_probabilities(advantages.clone(), prompt_weights.clone()).double()
     check_probabilities(rule, pi, needed=has_gradient(advantages, rule.config.beta))
     return draw(pi.flatten(), generator).view_as(pi)
 
 
-# ---- 2. Rollout
+# ---- 5. The step
+@dataclass(kw_only=True)
+class Step:
+    limit: int
+    N: int
+    prompts: torch.Tensor  # (B,)
+    w_q: torch.Tensor  # (B,)
+    weights: list  # (B, G) w of each update
+    sequences: list  # B G, group by group
+    rewards: torch.Tensor  # (B, G)
+    A: torch.Tensor  # (B, G)
+    mean_length: float  # moving mean, for the next step
+    updates: list  # metrics of each
+    rollout_seconds: float
+
+
+def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
+    """The paper's algorithm: one step with the upcoming prompts, in order -> Step. mean_length is
+    that of completions in earlier steps, 0 at first.
+
+    Memory, limit and N are fixed before prompts are drawn, so w_q has the mean 1. Given that draw
+    and its rollouts, w_qi has the mean 1 wherever l has a gradient. And how a prompt is answered
+    does not depend on whether it is drawn. So a first update has, on average, the gradient of L.
+
+    The paper averages over the n completions that it keeps, with weights C/(1 - P). If C is
+    n/(N G), that is the same: (1/n) C/(1 - P) = w/(N G), the weight of Horvitz and Thompson."""
+    config = rule.config
+    G = config.group_size
+
+    # 1. Prune prompts, from memory.
+    limit = rule.limit_of_step(upcoming)
+    N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
+
+    # 2. Roll out those that are kept.
+    examples = [task.train[q] for q in prompts.tolist()]
+    sequences, rewards, seconds = rollout(task, examples, G, config)  # B G; (B, G)
+    A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
+    lengths = torch.tensor([float(len(ids)) for _, ids in sequences]).double().view_as(A)
+    Z = normalizer(lengths, mean_length, config)  # (B, G)
+
+    # 3. Prune completions, anew for each update. (As w_q is the same, later ones may be biased.)
+    weights = []
+    for _ in range(config.inner_epochs):
+        w_qi = prune_completions(rule, A, w_q, generator)
+        weights.append(rule.weights(w_q, w_qi, N))
+
+    # 4. Log-probabilities under the old policy, for later updates, and under the reference.
+    trained = sum(weights).flatten().nonzero()[:, 0].tolist()
+    old = frozen_logprobs(task.model, sequences, trained, config) if len(weights) > 1 else None
+    ref = frozen_logprobs(task.reference, sequences, trained, config) if config.beta > 0 else None
+
+    # 5. Update: the sum of each token's loss (token_losses) times w/(N G Z), where N G is fixed.
+    updates = []
+    for number, w in enumerate(weights):
+        old_policy = old if number > 0 else None  # the first update trains the policy that sampled
+        shares = w / (N * G * Z)
+        metrics = train_step(
+            task.model, optimizer, sequences, A, shares, old=old_policy, ref=ref, config=config
+        )
+        updates.append(metrics)
+
+    # 6. Remember last, so that a step that fails changes no memory.
+    rule.remember(prompts, rewards, A)
+    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # a ratio, which only later steps use
+    return Step(
+        limit=limit,
+        N=N,
+        prompts=prompts,
+        w_q=w_q,
+        weights=weights,
+        sequences=sequences,
+        rewards=rewards,
+        A=A,
+        mean_length=0.9 * (mean_length or length) + 0.1 * length,
+        updates=updates,
+        rollout_seconds=seconds,
+    )
+
+
+# ======== Part II: the engine ========
+
+
+# ---- 6. Rollout
 class Sequence(NamedTuple):
     prompt: list  # of token ids
     completion: list  # likewise, with its end id unless cut
 
 
+BLOCK = 1  # tokens after which rows that have ended leave; 64 with --cuda_graphs
+
+
+class RoomyCache(transformers.DynamicCache):
+    """Keys and values with room for more tokens, so that nothing moves. `column` is next."""
+
+    def __init__(self, cache, room, column):
+        super().__init__()
+        self.layers, self.column = cache.layers, column
+        for layer in self.layers:
+            layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, room))
+            layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, room))
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        layer = self.layers[layer_idx]
+        layer.keys.index_copy_(2, self.column, keys)
+        layer.values.index_copy_(2, self.column, values)
+        return layer.keys, layer.values
+
+
+def capture(forward):
+    """-> a function that launches all kernels of forward() at once, on the tensors that it uses."""
+    forward()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = forward()
+
+    def replay():
+        graph.replay()
+        return logits
+
+    return replay
+
+
 @torch.inference_mode()
-def decode(model, input_ids, generation_config, samples, temperature, end_ids, **inputs):
+def decode(model, input_ids, generation_config, samples, temperature, end_ids, block, **inputs):
     """(prompts, tokens) ids -> (prompts * samples, max_new_tokens) ids of completions, -1 after
-    their end; their log-probabilities. `model.generate` runs this loop in place of its own, which
-    may apply top_k and the like. Here softmax(logits/temperature) is sampled, as it is trained."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until v5.22
-    cache, mask = inputs[cache_name], inputs["attention_mask"]
+    their end; their log-probabilities, for check_sampling alone. `model.generate` runs this loop in
+    place of its own, which may apply top_k and the like: softmax(logits/temperature) is sampled, as
+    it is trained. In blocks, a CUDA graph launches all kernels of a token at once, which is faster,
+    but only on tensors that do not move. So these get room for a block of tokens."""
+    cache, mask = inputs["cache"], inputs["attention_mask"]
     mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
-    new = input_ids
-    rows = torch.arange(len(new) * samples, device=new.device)  # that have not ended
+    if {type(layer) for layer in cache.layers} != {transformers.DynamicLayer}:
+        block = 1  # a cache with windows moves
+    new, column = input_ids, input_ids.new_zeros(1)  # to be read next; their place in the cache
+    rows = torch.arange(len(new) * samples, device=new.device)  # that have not left
+    ended = torch.zeros_like(rows, dtype=torch.bool)
     tokens = new.new_full((len(rows), generation_config.max_new_tokens), -1)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
 
-    for t in range(tokens.shape[1]):
-        # Read what is new, at first the prompts.
+    def forward():
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        state = {"attention_mask": mask, "position_ids": positions, cache_name: cache}
-        logits = model(new, **state, logits_to_keep=1).logits[:, -1].float() / temperature
-        if t == 0:
-            cache.batch_repeat_interleave(samples)
-            logits = logits.repeat_interleave(samples, dim=0)
-            mask = mask.repeat_interleave(samples, dim=0)
+        shown = mask
+        if isinstance(cache, RoomyCache):  # its room is no token: 0 or -inf is added to scores
+            shown = mask.to(cache.layers[0].keys.dtype).log()[:, None, None]
+        state = {"attention_mask": shown, "position_ids": positions, "cache": cache}
+        return model(new, **state, logits_to_keep=1).logits[:, -1].float() / temperature
 
+    # Read each prompt once.
+    logits = forward().repeat_interleave(samples, dim=0)
+    cache.batch_repeat_interleave(samples)
+    mask = mask.repeat_interleave(samples, dim=0)
+    read = forward
+    for t in range(tokens.shape[1]):
         # Sample one token for each row.
         log_p = logits.log_softmax(dim=-1)
-        new = log_p.exp().multinomial(1)
-        tokens[rows, t] = new[:, 0]
-        logprobs[rows, t] = log_p.gather(1, new)[:, 0]
-
-        # Rows that have ended leave.
-        live = torch.isin(new[:, 0], end_ids, invert=True).nonzero()[:, 0]
-        if len(live) == 0:
+        drawn = log_p.exp().multinomial(1)
+        tokens[rows, t] = drawn[:, 0].masked_fill(ended, -1)
+        logprobs[rows, t] = log_p.gather(1, drawn)[:, 0]
+        ended |= torch.isin(drawn[:, 0], end_ids)
+        if t + 1 == tokens.shape[1]:
             break
-        if len(live) < len(rows):
-            cache.batch_select_indices(live)
-            rows, new, mask = rows[live], new[live], mask[live]
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+
+        # Read it. Where a block is full, rows that have ended leave, and the others get more room.
+        end = input_ids.shape[1] + t
+        column.fill_(end)
+        if end < mask.shape[1]:
+            new.copy_(drawn)
+        else:
+            live = ended.logical_not().nonzero()[:, 0]
+            if len(live) == 0:
+                break
+            if len(live) < len(rows):
+                cache.batch_select_indices(live)
+            rows, ended, new = rows[live], ended[live], drawn[live]
+            room = block - end % block
+            mask = torch.nn.functional.pad(mask[live], (0, room))
+            if block > 1:
+                read = None  # frees the last graph
+                cache = RoomyCache(cache, room, column)
+                read = capture(forward)
+        mask[:, end] = 1
+        logits = read()
     return tokens, logprobs
 
 
@@ -245,12 +420,24 @@ def sample(task, prompts, samples, config):
     """Lists of prompt ids -> `samples` sequences of each; (tokens,) their log-probabilities."""
     ids = [torch.tensor(prompt, device=task.model.device) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
-    mask = (ids >= 0).long()
-    options = {"custom_generate": decode, "samples": samples, "temperature": config.temperature}
-    options |= {"end_ids": ids.new_tensor(task.end_ids), "pad_token_id": 0}
-    options |= {"max_new_tokens": config.max_completion_tokens, "cache_implementation": "dynamic"}
-    options |= {"do_sample": True, "num_beams": 1, "use_cache": True}
-    tokens, logprobs = task.model.generate(ids.clamp(min=0), attention_mask=mask, **options)
+    tokens, logprobs = task.model.generate(
+        ids.clamp(min=0),
+        attention_mask=(ids >= 0).long(),
+        max_new_tokens=config.max_completion_tokens,
+        # What decode gets:
+        custom_generate=decode,
+        samples=samples,
+        temperature=config.temperature,
+        end_ids=ids.new_tensor(task.end_ids),
+        block=64 if config.cuda_graphs else BLOCK,
+        # Against what the model's own generation_config may have:
+        cache_implementation="dynamic",
+        use_cache=True,
+        do_sample=True,
+        num_beams=1,
+        num_return_sequences=1,
+        pad_token_id=0,
+    )
     sequences = []
     for i, row in enumerate(tokens.cpu()):
         sequences.append(Sequence(prompts[i // samples], row[row >= 0].tolist()))
@@ -269,11 +456,11 @@ def rollout(task, examples, samples, config):
     return sequences, rewards, time.perf_counter() - started_at
 
 
-# ---- 3. Dense Prompt Packing
+# ---- 7. Dense Prompt Packing
 def pack(lengths, capacity, lookahead=64):
-    """The paper's window-based greedy packing: lengths, from 1 to `capacity` -> slots, lists of
-    indices whose lengths sum to no more. Of the next `lookahead`, the longest that fits goes into
-    the open slot or, if none fits, opens another."""
+    """The paper's window-based greedy packing: lengths from 1 to `capacity` -> slots, which are
+    lists of indices whose lengths sum to at most `capacity`. Of the next `lookahead` indices, the
+    longest that fits goes into the open slot. If none fits, the longest opens another slot."""
     waiting = list(range(len(lengths)))
     slots = []
     room = 0
@@ -290,10 +477,15 @@ def pack(lengths, capacity, lookahead=64):
     return slots
 
 
+def tokens_of(sequences, slot):
+    """How many tokens the sequences of a slot have."""
+    return sum(len(sequences[i].prompt) + len(sequences[i].completion) for i in slot)
+
+
 def pack_micro_batches(sequences, indices, config):
     """The sequences at `indices` -> micro-batches, lists of slots of indices. As attention costs
     the square of a slot's length, a slot is as long as the longest sequence, at least 128."""
-    lengths = [len(sequences[i].prompt) + len(sequences[i].completion) for i in indices]
+    lengths = [tokens_of(sequences, [i]) for i in indices]
     capacity = max([128, *lengths])
     slots = []
     for slot in pack(lengths, capacity):
@@ -304,8 +496,8 @@ def pack_micro_batches(sequences, indices, config):
 
 def lay_out(sequences, slots):
     """Lays the sequences of a slot end to end -> (slots, length, 3): each token's id, position and
-    owner: its sequence's index if the *next* token, which it predicts, is of the completion, else
-    -1. As positions restart at 0, transformers keeps sequences apart."""
+    owner, the sequence to whose completion the *next* token belongs, which it predicts, or -1. As
+    positions restart at 0, transformers keeps sequences apart."""
     rows = []
     for slot in slots:
         row = []
@@ -314,11 +506,12 @@ def lay_out(sequences, slots):
             owners = [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
             row += zip(prompt + completion, count(), owners)
         rows.append(row)
-    length = math.ceil(max(map(len, rows)) / 8) * 8  # multiples of 8 are fast
+    longest = max(len(row) for row in rows)
+    length = longest + -longest % 8  # multiples of 8 are fast
     return torch.tensor([row + [(0, 0, -1)] * (length - len(row)) for row in rows])
 
 
-# ---- 4. Loss and update
+# ---- 8. Loss and update
 def token_logprobs(head, hidden, targets, temperature):
     """(n, width) hidden states, (n,) next tokens -> (n,) their log-probabilities."""
     logprobs = head(hidden).float().div_(temperature).log_softmax(dim=-1)
@@ -326,7 +519,8 @@ def token_logprobs(head, hidden, targets, temperature):
 
 
 def completion_logprobs(model, sequences, slots, temperature):
-    """The forward pass -> (tokens,) log-probabilities of the completions' tokens; their owners."""
+    """The forward pass -> (tokens,) log-probabilities of the completions' tokens, slot by slot;
+    their owners."""
     input_ids, position_ids, owner = lay_out(sequences, slots).to(model.device).unbind(dim=2)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
@@ -351,30 +545,34 @@ def frozen_logprobs(model, sequences, indices, config):
     return result
 
 
-CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2)}  # how far below and above 1 rho may be
-CLIPPING |= {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
+# How far rho may go below and above 1.
+CLIPPING = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
 def token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config):
     """(tokens,) new, old and reference log-probabilities, (tokens,) owners, A by owner -> (tokens,)
-    losses -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL."""
+    losses -min(rho A, clip(rho, 1 - down, 1 + up) A) + beta KL; sums of the KL and of the tokens
+    that are clipped. In a first update rho is 1, so clipping acts from the second on."""
     log_ratio = logprobs - old_logprobs
-    if config.objective == "gspo":
+    if config.objective == "gspo":  # one rho for all tokens of a completion
         means = torch.zeros_like(A).scatter_reduce(0, owner, log_ratio, "mean", include_self=False)
-        log_ratio = means[owner]  # one for each completion
+        log_ratio = means[owner]
     rho = log_ratio.exp()
     A = A[owner]  # (tokens,)
     down, up = CLIPPING[config.objective]
-    surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
+    clipped = rho.clamp(1 - down, 1 + up) * A
+    surrogate = torch.min(rho * A, clipped)
     log_x = ref_logprobs - logprobs
     kl = log_x.exp() - 1 - log_x  # k3, for x = p_ref/p
-    return config.beta * kl - surrogate
+    sums = torch.stack([kl.detach().sum(), (clipped < rho * A).sum()])
+    return config.beta * kl - surrogate, sums
 
 
 def normalizer(lengths, mean_length, config):
-    """(B, G) lengths -> (B, G) Z: the length for grpo and gspo, otherwise a constant. dapo wants
-    the window's mean length, unknown where prompts are pruned. A moving mean of *earlier* steps,
-    fixed before the draw, replaces it. A first step takes its own: unbiased if all are kept."""
+    """(B, G) lengths -> (B, G) Z: the length for grpo, and for gspo, whose tokens share one rho, so
+    that their mean is rho A; otherwise a constant. dapo wants the window's mean length, which is
+    unknown where prompts are pruned. A moving mean of *earlier* steps, fixed before the draw,
+    replaces it. A first step takes its own: unbiased if all are kept."""
     if config.objective == "dr_grpo":
         return torch.full_like(lengths, config.max_completion_tokens)
     if config.objective == "dapo":
@@ -383,150 +581,121 @@ def normalizer(lengths, mean_length, config):
 
 
 def train_step(model, optimizer, sequences, advantages, shares, old, ref, config):
-    """One update with (B, G) A and shares w/(N G Z) of the loss -> metrics. old, ref: from
+    """One update with (B, G) A and (B, G) shares w/(N G Z) of the loss -> metrics. old, ref: from
     frozen_logprobs, or None; without `old`, rho = 1 and its gradient is that of log p."""
     A = advantages.flatten().float().to(model.device)
     share = shares.flatten().float().to(model.device)
     kept = share.nonzero()[:, 0].tolist()
+    room, sums = 0, torch.zeros(2, device=model.device)
     for slots in pack_micro_batches(sequences, kept, config):
-        batch = list(chain(*slots))
+        batch = list(chain(*slots))  # slot by slot, as are the tokens
         logprobs, owner = completion_logprobs(model, sequences, slots, config.temperature)
         old_logprobs = torch.cat([old[i] for i in batch]) if old else logprobs.detach()
         ref_logprobs = torch.cat([ref[i] for i in batch]) if ref else logprobs.detach()
-        losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
+        losses, more = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
         loss = share[owner] @ losses
         loss.backward()
+        room += len(slots) * max(tokens_of(sequences, slot) for slot in slots)
+        sums += more
 
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
     if 0 < grad_norm < math.inf:  # at 0, Adam would move on its momentum; NaN would spread
         optimizer.step()
     model.zero_grad()
     tokens = sum(len(sequences[i].completion) for i in kept)
-    return {"completions_trained": len(kept), "tokens_trained": tokens, "grad_norm": grad_norm}
+    kl, clipped = (sums / max(1, tokens)).tolist()
+    return {
+        "completions_trained": len(kept),
+        "tokens_trained": tokens,
+        "packing_density": tokens_of(sequences, kept) / room if room else math.nan,
+        "kl": kl,
+        "clipped_fraction": clipped,  # of the tokens
+        "grad_norm": grad_norm,
+        "updates_skipped": int(not math.isfinite(grad_norm)),
+    }
 
 
-# ---- 5. The paper's algorithm
-@dataclass
-class Step:
-    limit: int
-    N: int
-    prompts: torch.Tensor  # (B,)
-    w_q: torch.Tensor  # (B,)
-    w: torch.Tensor  # (B, G), of the first update
-    sequences: list  # B G, group by group
-    rewards: torch.Tensor  # (B, G)
-    A: torch.Tensor  # (B, G)
-    mean_length: float  # moving mean
-    updates: list  # metrics of each
-    rollout_seconds: float
-
-
-def dppo_step(task, rule, optimizer, reference, upcoming, mean_length, generator, config):
-    """One step of the paper's algorithm -> Step. reference: the model of the KL term; upcoming:
-    (all prompts,) the next ones in order; mean_length: of earlier completions, or 0.
-
-    Memory, limit and N are fixed before the draw of prompts, so w_q has mean 1. Given that draw and
-    its rollouts, w_qi has mean 1 wherever l has a gradient. As a rollout is independent of the draw
-    of its prompt, the gradient of L_hat is on average that of L.
-
-    The paper averages over what it keeps, weighted by C/(1 - P), which is the same if C is
-    kept/(N G), as we read it: (1/kept) C/(1 - P) = 1/(N G pi) = w/(N G) (Horvitz-Thompson)."""
-    G = config.group_size
-
-    # 1. Prune prompts, from memory.
-    limit = rule.prompts_to_keep(upcoming)
-    N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
-
-    # 2. Roll out those that are kept.
-    examples = [task.train[q] for q in prompts.tolist()]
-    sequences, rewards, seconds = rollout(task, examples, G, config)  # B G; (B, G)
-    A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")  # (B, G)
-    lengths = A.new_tensor([len(sequence.completion) for sequence in sequences]).view_as(A)
-    Z = normalizer(lengths, mean_length, config)
-
-    # 3. Prune completions, anew for every update. (As prompts are not, later ones may be biased.)
-    weights = []  # (B, G) for each update
-    for _ in range(config.inner_epochs):
-        w_qi = prune_completions(rule, A, w_q, generator)
-        if rule.unbiased:
-            w = w_q[:, None] * w_qi
-        else:  # L_hat is the plain mean of what is kept: w/(N G Z) = 1/(kept Z)
-            w = (w_qi > 0) * N * G / w_qi.count_nonzero().clamp(min=1)
-        weights.append(w)
-
-    # 4. Log-probabilities under the reference and, for later updates, the old policy.
-    trained = sum(weights).flatten().nonzero()[:, 0].tolist()
-    ref = frozen_logprobs(reference, sequences, trained, config) if config.beta > 0 else None
-    old = frozen_logprobs(task.model, sequences, trained, config) if len(weights) > 1 else None
-
-    # 5. Pack what is kept, and update. The first update trains the policy that sampled.
-    updates = []
-    for number, w in enumerate(weights):
-        inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
-        updates.append(train_step(task.model, optimizer, *inputs))
-
-    # 6. Remember last: a step that fails changes no memory.
-    rule.remember(prompts, rewards, A)
-    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
-    moving = 0.9 * (mean_length or length) + 0.1 * length
-    return Step(limit, N, prompts, w_q, weights[0], sequences, rewards, A, moving, updates, seconds)
-
-
-# ======== Part II: beyond the paper ========
+# ======== Part III: beyond the paper ========
 
 
 def proportional_probabilities(scores, rate, top):
-    """Scores >= 0 -> float64 pi: a line from 1 - rate at score 0 to 1 at `top`, and 1 above it,
-    without a score (NaN) or without a top (0 or NaN). It mixes a constant, so no 1/pi exceeds
-    1/(1 - rate), with pi in proportion to scores, best if these are gradients' norms (Neyman)."""
-    share = (scores.double() / top).clamp(max=1)  # 0/0 is NaN
-    return (1 - rate * (1 - share)).nan_to_num(1.0)
+    """Scores >= 0 -> float64 pi: a line from 1 - rate at score 0 to 1 at `top`. Above the top,
+    without a score (NaN) and without a top (0 or NaN), pi = 1.
+
+    It mixes a constant, which keeps 1/pi at most 1/(1 - rate), with pi in proportion to the scores,
+    which adds the least variance if they are the norms of gradients (Neyman)."""
+    height = (scores.double() / top).clamp(max=1)  # 0/0 is NaN
+    return (1 - rate * (1 - height)).nan_to_num(1.0)
 
 
 class ProportionalDPPO(Rule):
-    """What teaches most is always kept, what teaches nothing with probability 1 - r, and a step
-    rolls out as few prompts as give the noise of prompts_per_step unpruned ones. A completion
-    scores w_q |A|, and a prompt the root of the mean A^2 to expect of its next group: prompts of a
-    similar success rate share a bin, which learns their mean A^2 at later visits."""
+    """Prompts that teach most are always kept, those that teach nothing with probability 1 - r, and
+    a step rolls out as few as give the noise of prompts_per_step unpruned ones.
+
+    A completion's score is w_q |A|. A prompt's is the root of the mean A^2 to expect of its next
+    group: prompts of a similar success rate share a bin, which learns what they taught next."""
 
     remembers = {"rewards": 0.0, "count": 0.0}  # decayed sum and number
+    remembers |= {"lowest": math.nan, "highest": math.nan}  # rewards of the last visit
     prior = 0.05  # successes, and failures, before any visit
     decay = 0.8  # factor of memory at each visit, as the policy changes
     bins = 17  # of equal width in asin(sqrt(success rate))
-    forget = 0.998  # factor of bins at each step
+    forget = 0.998  # factor of what bins have learned, at each step
 
     def __init__(self, config, prompt_count):
         super().__init__(config, prompt_count)
-        x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles
-        self.memory["visits"] = torch.full_like(x, 4)  # a guess worth four
-        self.memory["squares"] = 4 * (0.1 + 0.9 * (math.pi * x).sin() ** 2)  # sin^2 = 4p(1 - p)
-        self.memory["range"] = torch.full((2,), math.nan).double()  # of rewards so far
+        zeros = torch.zeros(self.bins, dtype=torch.float64)
+        self.memory |= {"visits": zeros, "squares": zeros.clone()}  # sum of A^2
+        self.memory["prior_visits"] = torch.tensor(4.0).double()  # what the guess counts
+
+    def range_of_rewards(self):
+        """The lowest reward of the last visits (NaN before any), and the width of their range, 0 if
+        they are equal up to rounding. At both ends, the outermost 1% of the prompts do not count,
+        unless nothing is left without them."""
+        for outer in (0.01, 0.0):
+            lowest = self.memory["lowest"].nanquantile(outer, interpolation="higher").item()
+            highest = self.memory["highest"].nanquantile(1 - outer, interpolation="lower").item()
+            if highest - lowest > 1e-6 * max(abs(lowest), abs(highest)):
+                return lowest, highest - lowest
+        return lowest, 0.0
 
     def bin_of_prompts(self):
         """(all prompts,) the bin of each, or -1 before its first visit. A success rate is the mean
-        reward, scaled to the range of rewards so far."""
+        reward, scaled to the range of rewards."""
         total, count = self.memory["rewards"], self.memory["count"]
-        lowest, highest = self.memory["range"]
-        successes = ((total - lowest * count) / (highest - lowest)).nan_to_num(0.0)
-        rate = (self.prior + successes) / (2 * self.prior + count)
-        x = rate.clamp(0, 1).sqrt().asin() / (math.pi / 2)
+        lowest, width = self.range_of_rewards()
+        successes = (total - lowest * count) / width if width > 0 else torch.zeros_like(total)
+        success_rate = (self.prior + successes) / (2 * self.prior + count)
+        x = success_rate.clamp(0, 1).sqrt().asin() / (math.pi / 2)
         bins = (x * self.bins).long().clamp(max=self.bins - 1)
         return bins.masked_fill(count == 0, -1)
 
     def expected_squares(self):
-        """(all prompts,) A^2 to expect: the bin's mean or, before a visit, that of others, or 1."""
-        squares = (self.memory["squares"] / self.memory["visits"])[self.bin_of_prompts()]
-        visited = self.memory["count"] > 0
+        """(all prompts,) the mean A^2 to expect: that of the bin or, before a first visit, the mean
+        of all visited prompts, or 1."""
+        memory = self.memory
+        x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles of the bins
+        guess = (
+            0.1 + 0.9 * (math.pi * x).sin() ** 2
+        )  # sin^2 is 4p(1 - p), as p = sin(math.pi x/2)^2
+        if self.config.objective == "dr_grpo":  # without the std, A^2 is about p(1 - p) width^2
+            guess = guess * self.range_of_rewards()[1] ** 2 / 4
+        squares = memory["squares"] + memory["prior_visits"] * guess
+        squares = squares / (memory["visits"] + memory["prior_visits"])  # (bins,)
+        squares = squares[self.bin_of_prompts()]  # bin -1 reads the last, and is replaced below
+        visited = memory["count"] > 0
         return torch.where(visited, squares, squares[visited].mean().nan_to_num(1.0))
 
-    def prompts_to_keep(self, upcoming):
-        """prompts_per_step over a rollout's worth: mean(s^2)/k, the noise of k unpruned prompts,
-        over mean(s^2/pi)/n, that of k kept of n = k/mean(pi), for expected squares s^2."""
+    def limit_of_step(self, upcoming):
+        """prompts_per_step over what a rollout is worth. With s^2 the A^2 to expect, k unpruned
+        prompts have the noise mean(s^2)/k, and k that are kept of n = k/mean(pi) candidates have
+        mean(s^2/pi)/n. The worth is the first over the second, in which k cancels."""
         pi = self.prompt_probabilities()
         window = window_of(pi, upcoming, self.config.prompts_per_step)
         pi, squares = pi[window], self.expected_squares()[window]
         worth = squares.mean() / (pi.mean() * (squares / pi).mean())
-        return max(1, round(self.config.prompts_per_step / max(1.0, worth.item())))
+        worth = worth.nan_to_num(1.0).clamp(min=1.0).item()  # 0/0 if nothing teaches
+        return max(1, round(self.config.prompts_per_step / worth))
 
     def prompt_probabilities(self):
         scores = self.expected_squares().sqrt()
@@ -537,51 +706,55 @@ class ProportionalDPPO(Rule):
     def completion_probabilities(self, advantages, prompt_weights):
         needed = has_gradient(advantages, self.config.beta)
         scores = advantages.abs() * prompt_weights[:, None]
-        top = scores[needed].mean()  # NaN if there is none
+        top = scores[needed].mean()  # not the largest, as some are outliers; NaN if there is none
         return needed * proportional_probabilities(scores, self.config.completion_prune_rate, top)
 
     def remember(self, prompts, rewards, advantages):
         memory = self.memory
         bins = self.bin_of_prompts()  # before this visit
-        seen = torch.cat([memory["range"], rewards.flatten()])
-        if seen.isnan().all():
-            return
-        memory["range"] = torch.stack(seen[~seen.isnan()].aminmax())
-        lowest, highest = memory["range"]
+        for name in ("visits", "squares", "prior_visits"):
+            memory[name] *= self.forget
 
-        # In units of the range or, for dr_grpo, of half of it, A^2 fits __init__'s guess.
-        scale_by_std = self.config.objective != "dr_grpo"
-        A = group_advantages((rewards - lowest) / (highest - lowest), scale_by_std)
-        squares = A.square().mean(dim=1) * (1 if scale_by_std else 4)
-        memory["visits"] *= self.forget
-        memory["squares"] *= self.forget
-        for q, group, square in zip(prompts, rewards, squares):
-            if bins[q] >= 0 and not group.isnan().all():
+        for q, group, A in zip(prompts, rewards, advantages):
+            given = group[~group.isnan()]
+            if len(given) > 0:
+                memory["lowest"][q], memory["highest"][q] = given.aminmax()
+            if len(given) > 0 and bins[q] >= 0:
+                # Unweighted, as all visited prompts of a bin were kept with the same pi.
                 memory["visits"][bins[q]] += 1
-                memory["squares"][bins[q]] += square  # no w_q: a bin shares one pi
-            reward = group.nanmean().nan_to_num(lowest.item())  # if none: the lowest
+                memory["squares"][bins[q]] += A.square().mean()
+
+        lowest, _ = self.range_of_rewards()
+        if math.isnan(lowest):  # no reward was ever given
+            return
+        for q, group in zip(prompts, rewards):
+            reward = group.nanmean().nan_to_num(lowest)  # a group without rewards has failed
             memory["rewards"][q] = self.decay * memory["rewards"][q] + len(group) * reward
             memory["count"][q] = self.decay * memory["count"][q] + len(group)
 
 
-RULES = {"grpo": Rule, "grpo-skip": GRPOSkip}
-RULES |= {"dppo": DPPO, "dppo-proportional": ProportionalDPPO}
+RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional": ProportionalDPPO}
 
-# ======== Part III: the plumbing ========
+# ======== Part IV: the plumbing ========
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
 torch.backends.cuda.enable_cudnn_sdp(False)  # it may give NaN gradients (pytorch#196678)
 
 
-# ---- 6. Order, precision, and which models can be trained
-def next_prompts(seen, prompt_count, seed):
-    """(prompt_count,) the prompts after `seen` candidates; each epoch has its own order."""
+class Refused(ValueError):
+    """Bad input, which the command line reports in one line."""
+
+
+# ---- 9. Order, precision, and which models can be trained
+def next_prompts(seen, prompt_count, seed, least=0):
+    """The prompts after `seen` candidates: an epoch of them or, if that is more, `least`."""
     epoch, start = divmod(seen, prompt_count)
+    end = start + max(prompt_count, least)
     order = []
-    for n in (epoch, epoch + 1):
+    for n in range(epoch, epoch + math.ceil(end / prompt_count)):  # each in its own order
         order += random.Random(f"{seed}, {n}").sample(range(prompt_count), prompt_count)
-    return torch.tensor(order[start : start + prompt_count])
+    return torch.tensor(order[start:end])
 
 
 class MasterAdam(torch.optim.Adam):
@@ -609,14 +782,14 @@ class MasterAdam(torch.optim.Adam):
 
 @contextmanager
 def refusing(what):
-    """Turns what fails inside into Refused, but for want of memory and the user's own code."""
+    """Turns what fails inside into Refused, but for want of memory, which needs other advice."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or hasattr(error, "__notes__"):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
-        cause = str(error.__cause__ or error.__context__ or "")  # an error may say nothing
-        raise Refused(f"{what}{error} {'' if cause in str(error) else cause}") from error
+        cause = error.__cause__ or error.__context__ or ""  # an error may say nothing itself
+        raise Refused(f"{what}{error} {cause}") from error
 
 
 @torch.no_grad()
@@ -625,13 +798,25 @@ def check_sampling(task, config):
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     shortest, longest = min(prompts, key=len), max(prompts, key=len)
-    with refusing(f"{type(model).__name__} cannot be trained here: "):
+    how = " with --cuda_graphs" if config.cuda_graphs else ""
+    with refusing(f"{type(model).__name__} cannot be trained here{how}: "):
+        layers = transformers.DynamicCache(config=model.config).layers
+        if any("Linear" in type(layer).__name__ for layer in layers):
+            raise Refused("layers of linear attention have no keys and values to repeat")
+        known = model.get_input_embeddings().weight.shape[0]
+        if max(map(max, prompts)) >= known:
+            raise Refused(f"it has {known} tokens, and a prompt has others")
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+        if len(longest) + config.max_completion_tokens > positions:
+            raise Refused(f"the longest prompt and --max_completion_tokens exceed its {positions}")
+
         # Does the head alone make the logits? (bfloat16 rounds.)
         ids = torch.tensor([shortest], device=model.device)
         logits = model(ids).logits
         of_head = model.get_output_embeddings()(model.get_decoder()(ids).last_hidden_state)
         if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():  # NaN fails
             raise Refused("its logits are scaled, capped or NaN")
+
         # Is what is sampled trained, also beside the longest sequence, which may rescale RoPE?
         short = replace(config, max_completion_tokens=16)
         sequences, sampled = sample(task, [shortest, shortest[-1:]], 4, short)
@@ -642,7 +827,7 @@ def check_sampling(task, config):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
 
 
-# ---- 7. Rewards: f(prompts, completions, **columns) -> list of float or, if not gradable, None
+# ---- 10. Rewards: f(prompts, completions, **columns) -> list of float or, if not gradable, None
 def text_of(completion):
     """What a completion, a text or a list of one message, says after its reasoning."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
@@ -650,20 +835,36 @@ def text_of(completion):
     return "" if "<think>" in text else text.strip()  # "" if the reasoning has not ended
 
 
+AS_READ = {  # what replaces what, so that numbers stand as they are read
+    r"\\(?:text|mathrm|mathbf|textbf|mbox) *\{([^{}]*)\}": r" \1 ",
+    r"\\?[$%€£]|\\!|°|\^ *\{? *\\circ *\}?": "",
+    r"\{,\}|(?<=\d)\\,(?=\d{3})": ",",
+    r"\*\*|\\[,;: ()[\]]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
+    "\N{MINUS SIGN}": "-",
+}
+FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # to ASCII
+WORD = r"(?:[\w^{}\\√]|[.,/-]{1,2}(?=\d)|(?<=\d):(?=\d)|(?<=[a-z])\((?=\d))+"
+NUMBER = r"(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)"  # -1,234.5, 18 or .5
+UNIT = r"((?!pi|sqrt)[a-zA-Z]{2,})?"
+
+
 def gsm8k_number(text, is_answer=False):
     r"""The only number in the line after the last mark, #### or \boxed{, or without a mark the last
     one of the text; None if there is none. An answer must be nothing but one number."""
-    text = re.sub(r"\\?[$%€£]|\*\*", "", text).replace("\N{MINUS SIGN}", "-")
+    text = text.translate(FULL_WIDTH)
+    for old, new in AS_READ.items():
+        text = re.sub(old, new, text)
     *before, end = re.split(r"####|\\boxed *{", text)
     if before:
-        end = re.split(r"[}\n]", end.strip())[0]
-    # A number is a whole word, as -1,234.5 is, but not x5, 2^3, 1/2 or 10-12.
-    words = [end.strip()] if is_answer else re.findall(r"(?:[\w^{}\\]|[.,:/-]{1,2}(?=\d))+", end)
-    number = re.compile(r"-?([1-9]\d{0,2}(,\d{3})+|\d+)(\.\d+)?", re.ASCII)
-    numbers = [word for word in words if number.fullmatch(word)]
+        end = re.split(r"[}\n]", end.strip(" {\n"))[0]
+    end = re.sub(r"(^|[=:(]|\bis) *- +(?=[\d.])", r"\1 -", end)  # a sign, not a dash
+    # A number is a whole word, as -1,234.5 and 18km are, but not x5, 5x, 2^3, 1/2 or 10-12.
+    words = [end.strip()] if is_answer else re.findall(WORD, end)
+    number = re.compile(NUMBER if is_answer else NUMBER + UNIT, re.ASCII)
+    numbers = [match[1] for match in map(number.fullmatch, words) if match]
     if not numbers or (before and len(numbers) > 1):
         return None
-    return float(numbers[-1].replace(",", ""))
+    return Decimal(numbers[-1].replace(",", ""))  # a float would round 2^53 + 1
 
 
 def gsm8k(prompts, completions, answer, **columns):
@@ -685,7 +886,7 @@ def exact(prompts, completions, answer, **columns):
     return rewards
 
 
-# ---- 8. Tasks
+# ---- 11. Tasks
 @dataclass
 class Task:
     train: list  # examples: prompt (text or messages), prompt_ids, the data's columns
@@ -694,13 +895,14 @@ class Task:
     reward: object  # a function
     model: object = None
     end_ids: tuple | list = ()  # all that end a completion: Qwen has two
+    reference: object = None  # the model of the KL term
 
 
 def load_task(config):
     """The user's task, or the embedded one. Data and reward are tried first."""
     task = user_task(config) if config.model else sorting_task(config)
     task.evals = {name: examples for name, examples in task.evals.items() if examples}
-    tokenizer, some = task.tokenizer, task.train[:99]
+    some = task.train[:99]
     try:
         reward_completions(task, some, [Sequence([], [])] * len(some))
     except Exception as error:
@@ -711,10 +913,18 @@ def load_task(config):
         with refusing(f"{config.model} cannot be loaded: "):
             model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
     else:
-        model = warm_started(tokenizer)
+        model = warm_started(task.tokenizer)
     task.model = model.to(DEVICE).eval()
+    task.end_ids = end_ids_of(model, task.tokenizer)
+    check_sampling(task, config)
+    sizes = [f"{len(examples)} of {name}" for name, examples in task.evals.items()]
+    told = f"{model.dtype} on {DEVICE}, {len(task.train)} prompts to train"
+    print(f"{told}, to evaluate {', '.join(sizes) or 'none'}")
+    return task
 
-    # A completion ends with an end id of tokenizer or model, or as the template ends a turn.
+
+def end_ids_of(model, tokenizer):
+    """What ends a completion: an end id of tokenizer or model, or as the template ends a turn."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "END"}]
@@ -722,10 +932,7 @@ def load_task(config):
         text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("END")[2]
         after = tokenizer.encode(text, add_special_tokens=False)
         ends.update([token for token in after if token in tokenizer.added_tokens_decoder][:1])
-    task.end_ids = sorted(ends)
-    check_sampling(task, config)
-    print(f"{model.dtype} on {DEVICE}, evaluated on {', '.join(task.evals) or 'nothing'}")
-    return task
+    return sorted(ends)
 
 
 def reward_completions(task, examples, sequences):
@@ -737,15 +944,12 @@ def reward_completions(task, examples, sequences):
         begun = task.tokenizer.decode(prompt_ids[-20:]).rpartition("</think>")[2]
         if "<think>" in begun and task.reward in REWARDS.values():
             text = "<think>" + text  # which the prompt began
-        prompt = examples[i // G]["prompt"]
-        message = [{"role": "assistant", "content": text}]
-        row = {"prompts": prompt, "completions": text if isinstance(prompt, str) else message}
-        for name, value in (examples[i // G] | row | {"completion_ids": ids}).items():
-            columns.setdefault(name, []).append(value)
-    del columns["prompt"], columns["prompt_ids"]
-    takes = inspect.signature(task.reward).parameters
-    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
-        columns = {name: columns[name] for name in columns.keys() & takes.keys()}
+        row = examples[i // G] | {"completion_ids": ids}
+        row["prompts"] = row.pop("prompt")
+        is_text = isinstance(row["prompts"], str)
+        row["completions"] = text if is_text else [{"role": "assistant", "content": text}]
+        for name in row.keys() - {"prompt_ids"}:
+            columns.setdefault(name, []).append(copy.deepcopy(row[name]))  # it may be changed
     values = task.reward(**columns)
     with refusing(f"rewards must be {len(sequences)} numbers or None, not {values!r:.60}: "):
         numbers = []
@@ -757,14 +961,11 @@ def reward_completions(task, examples, sequences):
         return rewards
 
 
-# ---- 9. Data
+# ---- 12. Data
 def user_task(config):
     """The user's task, as yet without its model."""
     with refusing(f"{config.model} cannot be loaded: "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    known = re.findall(r"\w+", f"chat_template {tokenizer.chat_template}")
-    for name in config.template_kwargs.keys() - known:
-        raise Refused(f"--chat_template_kwargs: the template has no {name}")
     evals = {}
     for spec in filter(None, config.eval_dataset.split(",")):
         evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
@@ -774,34 +975,54 @@ def user_task(config):
     return Task(train[size:], evals, tokenizer, config.reward_function)
 
 
+def read_rows(spec, split):
+    """The rows of a file or of path[[:config]:split]. Those of json and csv are read as they stand,
+    since a table would have one type for a column, and 124 for 0124."""
+    kind = Path(spec).suffix.lower()
+    if not Path(spec).is_file():
+        path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
+        *names, split = names or [split]
+        return datasets.load_dataset(path, *names, split=split)
+    if kind == ".parquet":
+        return datasets.load_dataset("parquet", data_files=glob.escape(spec), split="train")
+    text = Path(spec).read_text(encoding="utf-8-sig")
+    if kind == ".csv":
+        return csv.DictReader(io.StringIO(text), strict=True)
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return map(json.loads, filter(str.strip, io.StringIO(text)))
+
+
+def value_of(row, columns):
+    """The value in the first of the columns "a,b" that a row has; a.b is b in column a."""
+    for column in columns.split(","):
+        value = row
+        with suppress(KeyError, TypeError):
+            for name in column.split("."):
+                value = value[name]
+            return value
+    return None
+
+
 def load_examples(spec, split, config, tokenizer, evaluated=()):
     """Shuffled examples of a file or of path[[:config]:split]; tells why rows are left out."""
-    with refusing(f"{spec} is empty, or no json, parquet or regular csv: "):
-        if not Path(spec).is_file():
-            path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
-            *names, split = names or [split]
-            rows = datasets.load_dataset(path, *names, split=split)
-        elif spec.lower().endswith(".csv"):  # as text: 0124 is not 124
-            with open(spec, newline="", encoding="utf-8-sig") as file:
-                header, *rows = filter(None, csv.reader(file, strict=True))
-            rows = datasets.Dataset.from_list([dict(zip(header, row, strict=True)) for row in rows])
-        else:
-            kind = "parquet" if spec.lower().endswith(".parquet") else "json"
-            rows = datasets.load_dataset(kind, data_files=glob.escape(spec), split="train")
-    prompts = [name for name in config.prompt_column.split(",") if name in rows.column_names]
-    answers = [name for name in config.answer_column.split(",") if name in rows.column_names]
-    if not prompts or (config.reward in REWARDS and not answers):
-        raise Refused(f"{spec} has {rows.column_names}: set --prompt_column and --answer_column")
-    examples, left_out = [], {}
+    with refusing(f"{spec} cannot be read: "):
+        rows = iter(read_rows(spec, split))
+    examples, left_out, columns = [], {}, {"answer": None}
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
-    for row in tqdm(rows.shuffle(seed=0), spec, leave=False, delay=5):  # alike for every --seed
-        if answers:
-            row["answer"] = row[answers[0]]
-        with refusing(f"{spec} has a prompt that cannot be used, {row[prompts[0]]!r:.60}: "):
-            prompt, ids = encode_prompt(row[prompts[0]] or "", config, tokenizer)
-        if config.reward in REWARDS and config.reward_function([], [""], [row["answer"]]) == [None]:
-            left_out.setdefault("not gradable", []).append(row["answer"])
-        elif not (prompt and ids):
+    for number in tqdm(count(1), spec, leave=False, delay=5, disable=None):
+        with refusing(f"{spec}, row {number}: "):
+            row = next(rows, None)
+            if row is None:
+                break
+            if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
+                raise Refused("it has not the fields of the others")
+            prompt, ids = encode_prompt(value_of(row, config.prompt_column), config, tokenizer)
+        answer = value_of(row, config.answer_column)
+        columns |= dict.fromkeys(row)
+        if config.reward in REWARDS and config.reward_function([], [""], [answer]) == [None]:
+            left_out.setdefault("not gradable", []).append(answer)
+        elif not ids:
             left_out.setdefault("empty", []).append(prompt)
         elif len(ids) > config.max_prompt_tokens:
             left_out.setdefault("over --max_prompt_tokens", []).append(prompt)
@@ -809,37 +1030,43 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             left_out.setdefault("repeated or evaluated", []).append(prompt)
         else:
             taken.add(tuple(ids))
-            examples.append(row | {"prompt": prompt, "prompt_ids": ids})
-    told = f"{spec}: {len(rows)} rows, {len(examples)} prompts"
+            examples.append(row | {"prompt": prompt, "prompt_ids": ids, "answer": answer})
+
+    told = f"{spec}: {number - 1} rows of {', '.join(columns)}; {len(examples)} prompts"
     for reason, some in left_out.items():
         told += f", {len(some)} {reason} ({some[0]!r:.40})"
-    if not examples:
-        raise Refused(told)
+    no_answers = all(example["answer"] is None for example in examples)
+    if not examples or (no_answers and config.answer_column != Config.answer_column):
+        raise Refused(f"{told}: set --prompt_column and --answer_column")
     print(f"{told}; the first ends {tokenizer.decode(examples[0]['prompt_ids'])[-60:]!r}")
-    return examples
+    random.Random(0).shuffle(examples)  # alike for every --seed
+    return [columns | example for example in examples]  # all have all columns
 
 
 def encode_prompt(prompt, config, tokenizer):
     """A text or a list of messages -> the prompt as a reward gets it, and its ids."""
-    messages, system, kwargs = prompt, config.system_prompt, config.template_kwargs
+    messages, system = prompt, config.system_prompt
+    if not prompt:
+        return prompt, []
     if isinstance(prompt, str):
-        added = tokenizer.added_tokens_decoder.values()
-        if prompt.startswith(tuple(str(token) for token in added if token.special)):
-            if system or kwargs:
-                raise Refused("it is in its template: drop --system_prompt, --chat_template_kwargs")
-            return prompt, tokenizer.encode(prompt, add_special_tokens=False)
+        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if prompt.startswith(("[{'role", '[{"role', *map(str, special))):
+            raise Refused("it is a chat as a text: a list of messages is needed")
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
             return prompt, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         messages = [{"role": "user", "content": prompt}]
+    if system and messages[0]["role"] == "system":
+        raise Refused("it has a system message: drop --system_prompt")
     if system:
         messages = [{"role": "system", "content": system}, *messages]
-    goes_on = messages[-1]["role"] == "assistant"  # then its message is continued
-    options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    return prompt, tokenizer.apply_chat_template(messages, return_dict=False, **options | kwargs)
+    is_begun = messages[-1]["role"] == "assistant"  # then its message is continued
+    options = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+    options |= config.template_kwargs
+    return prompt, tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
-# ---- 10. The embedded task: sort digits
+# ---- 13. The embedded task: sort digits
 # Training prompts, fewest and most digits. Easy ones start solved, hard ones never are.
 SORTING = {"easy": (461, 2, 3), "middle": (154, 9, 12), "hard": (409, 17, 20)}
 
@@ -900,75 +1127,79 @@ def warm_started(tokenizer):
     return model
 
 
-# ---- 11. Settings
+# ---- 14. Settings
 REWARDS = {"gsm8k": gsm8k, "exact": exact}
-LEAST = {"group_size": 2, "max_grad_norm": 1e-6, "temperature": 1e-3}
-LEAST |= dict.fromkeys(("prompts_per_step", "inner_epochs", "max_completion_tokens"), 1)
-LEAST |= dict.fromkeys(("eval_samples", "rollout_batch_size", "micro_batch_tokens"), 1)
-# What may change on resuming.
-FREE = {"steps", "eval_every", "save_every", "rollout_batch_size", "micro_batch_tokens", "resume"}
+MINIMUM = {"group_size": 2, "max_grad_norm": 1e-6, "temperature": 1e-3}
+MINIMUM |= dict.fromkeys(("prompts_per_step", "inner_epochs", "max_completion_tokens"), 1)
+MINIMUM |= dict.fromkeys(("eval_samples", "rollout_batch_size", "micro_batch_tokens"), 1)
+MAY_CHANGE = {"steps", "epochs", "eval_every", "save_every"}  # when a run is resumed
+MAY_CHANGE |= {"rollout_batch_size", "micro_batch_tokens", "cuda_graphs", "resume"}
+MUST_AGREE = {"prompts", "method", "objective", "reward", "group_size"}  # with --history's run
 
 
-def flag(default, text):
-    """A field: default, or a pair (with --model, without), and help."""
+def setting(default, text):
+    """A field of Config: its default, or a pair (with --model, without); its help."""
     return field(default=default, metadata={"help": text, "metavar": ""})
 
 
-def find(name, value, known):
-    """What a setting names: a known one, or module:name."""
+def resolve(name, value, known):
+    """What the value of a setting names: a known one, or module:name."""
+    if value in known:
+        return known[value]
     try:
-        found = known.get(value) or pkgutil.resolve_name(value)
-        if (Rule in getattr(found, "__mro__", ())) != (known is RULES) or not callable(found):
-            raise ValueError("it is no Rule, or no function")
+        return pkgutil.resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(f"--{name} {value} is not one of {', '.join(known)}: {error}") from error
-    return found
 
 
 @dataclass
 class Config:
     """All settings. Refuses what would silently go wrong."""
 
-    method: str = flag("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
-    objective: str = flag("grpo", "grpo, dr_grpo, dapo or gspo")
-    prompt_prune_rate: float = flag(0.7, "r_q, share of low-scoring prompts to prune")
-    completion_prune_rate: float = flag(0.7, "r_o, the same of completions")
-    prompts_per_step: int = flag(32, "of a step; a rule may reach their noise with fewer")
-    group_size: int = flag(8, "G, completions of each prompt")
-    inner_epochs: int = flag(1, "updates on each rollout")
-    beta: float = flag(0.0, "weight of the KL term")
-    learning_rate: float = flag((1e-6, 5e-5), "after the warm-up")
-    warmup_steps: int = flag(10, "steps over which it rises")
-    max_grad_norm: float = flag(1.0, "longer gradients are clipped")
-    temperature: float = flag((1.0, 0.7), "of the samples")
-    max_completion_tokens: int = flag((1024, 22), "longer are cut")
-    model: str = flag("", "causal LM, on the Hub or in a folder")
-    dataset: str = flag("", "path[[:config]:split] on the Hub, or a file")
-    prompt_column: str = flag("prompt,question,problem", "the first of these that exists")
-    answer_column: str = flag("answer,solution", "the same")
-    system_prompt: str = flag("", "comes before every prompt")
-    chat_template_kwargs: str = flag("{}", 'JSON, such as {"enable_thinking": false}')
-    max_prompt_tokens: int = flag(512, "longer ones are left out")
-    reward: str = flag(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")
-    eval_dataset: str = flag("", "like --dataset, or a,b; without it some are held out")
-    eval_prompts: int = flag(256, "prompts of each set, at most")
-    eval_samples: int = flag(4, "samples of each prompt")
-    steps: int = flag((300, 60), "training steps; 0 only evaluates")
-    eval_every: int = flag((0, 10), "steps between evaluations; 0: ends only")
-    save_every: int = flag(50, "steps between checkpoints; 0: only at the end")
-    rollout_batch_size: int = flag(256, "sequences generated at a time")
-    micro_batch_tokens: int = flag(4096, "tokens of a forward pass")
-    seed: int = flag(0, "of order, rollouts and draws")
-    output_dir: str = flag("", "a new folder; otherwise one in runs/")
-    history: str = flag("", "folder of a run whose memory to start with")
-    resume: str = flag("", "folder of a run to go on with")
+    method: str = setting("dppo", "grpo, grpo-skip, dppo, dppo-proportional or module:Rule")
+    objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo")
+    prompt_prune_rate: float = setting(0.7, "r_q, share of low-scoring prompts to prune")
+    completion_prune_rate: float = setting(0.7, "r_o, the same of completions")
+    prompts_per_step: int = setting(32, "of a step; a rule may reach their noise with fewer")
+    group_size: int = setting(8, "G, completions of each prompt")
+    inner_epochs: int = setting(1, "updates on each rollout")
+    beta: float = setting(0.0, "weight of the KL term")
+    learning_rate: float = setting((1e-6, 5e-5), "after the warm-up")
+    warmup_steps: int = setting(10, "steps over which it rises")
+    max_grad_norm: float = setting(1.0, "longer gradients are clipped")
+    temperature: float = setting((1.0, 0.7), "of the samples")
+    max_completion_tokens: int = setting((1024, 22), "longer are cut")
+    model: str = setting("", "causal LM, on the Hub or in a folder")
+    dataset: str = setting("", "path[[:config]:split] on the Hub, or a file")
+    prompt_column: str = setting("prompt,question,problem", "the first of these that exists")
+    answer_column: str = setting("answer,solution", "the same; a.b is b in column a")
+    system_prompt: str = setting("", "comes before every prompt")
+    chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
+    max_prompt_tokens: int = setting(512, "longer ones are left out")
+    reward: str = setting(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")
+    eval_dataset: str = setting("", "like --dataset, or a,b; without it some are held out")
+    eval_prompts: int = setting(256, "prompts of each set, at most")
+    eval_samples: int = setting(4, "samples of each prompt")
+    steps: int = setting((300, 60), "training steps; 0 only evaluates")
+    epochs: float = setting(0.0, "instead: passes over the prompts, pruned ones included")
+    eval_every: int = setting((0, 10), "steps between evaluations; 0: ends only")
+    save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
+    rollout_batch_size: int = setting(256, "sequences generated at a time")
+    micro_batch_tokens: int = setting(4096, "tokens of a forward pass")
+    cuda_graphs: bool = setting(False, "rollouts by CUDA graphs, as yet untried on a GPU")
+    seed: int = setting(0, "of order, rollouts and draws")
+    output_dir: str = setting("", "a new folder; otherwise one in runs/")
+    history: str = setting("", "folder of a run whose memory to start with")
+    resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
+        if self.epochs > 0 and isinstance(self.steps, tuple):  # not given
+            self.steps = 10**9
         for name, value in asdict(self).items():
             if isinstance(value, tuple):  # a pair of defaults
                 value = value[0] if self.model else value[1]
                 setattr(self, name, value)
-            least = LEAST.get(name, 0)
+            least = MINIMUM.get(name, 0)
             most = 0.99 if name.endswith("prune_rate") else 1e15
             if isinstance(value, int | float) and not least <= value <= most:  # NaN fails
                 raise Refused(f"--{name} {value} must be from {least} to {most:g}")
@@ -978,61 +1209,74 @@ class Config:
             raise Refused("--model or --dataset is missing: data of your own need both")
         with refusing("--chat_template_kwargs must be a JSON object: "):
             self.template_kwargs = {} | json.loads(self.chat_template_kwargs)
-        self.rule_class = find("method", self.method, RULES)
-        self.reward_function = find("reward", self.reward, REWARDS)
+        self.rule_class = resolve("method", self.method, RULES)
+        if not (inspect.isclass(self.rule_class) and issubclass(self.rule_class, Rule)):
+            raise Refused(f"--method {self.method} is no subclass of Rule")
+        self.reward_function = resolve("reward", self.reward, REWARDS)
+        if inspect.isclass(self.reward_function) or not callable(self.reward_function):
+            raise Refused(f"--reward {self.reward} is no function")
 
 
-# ---- 12. Runs
+# ---- 15. Runs
 def evaluate(task, config):
-    """-> the mean of the rewards given in each set; `accuracy`, that of all; some completions."""
+    """-> the mean of all rewards, `accuracy`, and of each set's; some completions."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
-    given, completions = {}, []
+    given, shown = {"accuracy": torch.zeros(0)}, []
     for name, examples in task.evals.items():
         sequences, rewards, _ = rollout(task, examples, config.eval_samples, config)
-        given[name] = rewards.flatten()
+        given[f"accuracy of {name}"] = rewards.flatten()
+        given["accuracy"] = torch.cat([given["accuracy"], rewards.flatten()])
         for q, example in enumerate(examples[:3]):
             text = task.tokenizer.decode(sequences[q * config.eval_samples].completion)
-            completions.append([text, example.get("answer"), rewards[q, 0].item()])
-    given["accuracy"] = torch.cat([torch.zeros(0), *given.values()])
+            shown.append([text, example.get("answer"), rewards[q, 0].item()])
     means = {name: rewards.nanmean().item() for name, rewards in given.items()}
-    return means | {"completions": completions}
+    return means | {"evaluation": shown}
 
 
 def record_of(step, task):
-    """A step's record: means over its window, estimated from what was kept."""
-    is_cut = [ids[-1] not in task.end_ids for _, ids in step.sequences]
+    """A step's record: means over its window, estimated from what was kept. Of several updates, it
+    has the sums of what is counted, and the largest norm and weight."""
+    updates = step.updates
     w_q = step.w_q[:, None].expand_as(step.rewards).flatten().tolist()
-    given = step.w_q * ~step.rewards.isnan().all(dim=1)  # (B,), 0 without a reward
+    is_missing = step.rewards.isnan()
+    is_cut = [ids[-1] not in task.end_ids for _, ids in step.sequences]
+    given = step.w_q * ~is_missing.all(dim=1)  # (B,), 0 without a reward
 
-    record = step.updates[-1] | {"prompts_seen": step.N, "prompts_rolled": len(step.w_q)}
-    record |= {"weight_max": step.w.max().item(), "mean_length": step.mean_length}
+    record = updates[-1] | {"prompts_seen": step.N, "prompts_rolled": len(step.w_q)}
+    for name in ("completions_trained", "tokens_trained", "updates_skipped"):
+        record[name] = sum(update[name] for update in updates)
+    for name in ("packing_density", "kl", "clipped_fraction"):
+        record[name] = fmean(update[name] for update in updates)
+    norms = torch.tensor([update["grad_norm"] for update in updates], dtype=torch.float64)
+    record["grad_norm"] = norms.max().item()  # NaN if one is
+    record["weight_max"] = max(w.max().item() for w in step.weights)
+    record["mean_length"] = step.mean_length
     record["reward"] = (given @ step.rewards.nanmean(dim=1).nan_to_num() / given.sum()).item()
     record["zero_variance_fraction"] = (given @ (~step.A.any(dim=1)).double() / given.sum()).item()
-    record["completion_length"] = fmean((len(ids) for _, ids in step.sequences), w_q)
+    record["missing_fraction"] = fmean(is_missing.flatten().tolist(), w_q)
     record["truncated_fraction"] = fmean(is_cut, w_q)
+    record["completion_length"] = fmean((len(ids) for _, ids in step.sequences), w_q)
     return record
 
 
+TOLD = ("zero_variance_fraction", "missing_fraction", "truncated_fraction", "updates_skipped")
+
+
 def account_of(records, config):
-    """Yields what to tell of the steps after the first record."""
-    before, *steps = records
-    if steps[-1]["updates"] == before["updates"]:
-        why = "all rewards of a group were equal"
-        if all(math.isnan(record["reward"]) for record in steps):
-            why = "no completion got a reward"
-        elif any(record["grad_norm"] != 0 for record in steps):
-            why = "gradients were not finite"
-        yield f"no update in {len(steps)} steps: {why}"
-    cut = fmean(record["truncated_fraction"] for record in steps)
-    yield f"{cut:.0%} cut at --max_completion_tokens {config.max_completion_tokens}"
-    clipped = fmean(record["grad_norm"] > config.max_grad_norm for record in steps)
-    has_weights = config.rule_class.unbiased and any(record["weight_max"] > 1 for record in steps)
-    if has_weights and clipped > 0.5:
-        told = f"the norm was clipped in {clipped:.0%} of the steps, which undoes weights"
-        yield f"{told}: raise --max_grad_norm or --prompts_per_step"
-    worth = 1 / fmean(1 / record["rollout_worth"] for record in steps)
-    if worth > 1:
-        yield f"a rollout was worth {worth:.1f} unpruned ones"
+    """What to tell of the steps after the first of these records: a list of texts."""
+    start, *steps = records
+    if not steps:
+        return []
+    told = [] if steps[-1]["updates"] > start["updates"] else [f"no update in {len(steps)} steps"]
+    for name in (*TOLD, "rollout_worth"):
+        told.append(f"{name} {fmean(record[name] for record in steps):.2f}")
+    norms = [record["grad_norm"] for record in steps if 0 < record["grad_norm"] < math.inf]
+    clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
+    has_weights = any(record["weight_max"] > 1 for record in steps)
+    if config.rule_class.unbiased and has_weights and clipped > 0.5:
+        told.append(f"the norm was clipped in {clipped:.0%} of the updates, which undoes weights")
+        told[-1] += ": raise --max_grad_norm or --prompts_per_step"
+    return told
 
 
 @contextmanager
@@ -1044,41 +1288,52 @@ def writing(path):
         partial.replace(path)
 
 
+def line_of(record):
+    """A record as strict JSON: null for NaN and infinity, a text for what JSON lacks."""
+    record = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
+    return json.dumps(record) + "\n"
+
+
 class Run:
-    """A run: its records, one of step 0 and one of each step."""
+    """A run: its records, one of step 0 and one of each step, and all that it needs to go on."""
 
     def __init__(self, config, task):
         self.config, self.task = config, task
-        self.settings = asdict(config) | {"prompts": len(task.train)}
+        checksum = 0  # as other data may have as many prompts
+        for example in task.train:
+            checksum = zlib.crc32(str(example["prompt_ids"]).encode(), checksum)
+        self.settings = asdict(config) | {"prompts": f"{len(task.train)}, checksum {checksum}"}
         self.rule = config.rule_class(config, len(task.train))
         self.optimizer = MasterAdam(task.model, config.learning_rate)
-        self.reference = copy.deepcopy(task.model) if config.beta > 0 else None
+        task.reference = copy.deepcopy(task.model) if config.beta > 0 else None
         self.records = [dict.fromkeys(("step", "updates", "candidates_so_far", "mean_length"), 0)]
-        self.is_stopped = False  # by Ctrl-C
-        self.out = Path(config.resume or config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-        self.metrics = self.out / "metrics.jsonl"
-        with refusing(""):
-            if config.resume and (self.out / "checkpoint.pt").exists():
-                self.restore(self.out)
-            elif config.history:
-                self.restore(Path(config.history))
-            self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
+        self.is_stopped = False  # by Ctrl-C, or as a cluster does
+        new = time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
+        self.out = Path(config.resume or config.output_dir or new).absolute()
+        if config.resume and (self.out / "checkpoint.pt").exists():
+            self.restore(self.out, self.settings.keys() - MAY_CHANGE)
+        elif config.history:
+            self.restore(Path(config.history), MUST_AGREE)
+        self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
+        with refusing("--output_dir or --resume: "):
             self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # last: none if refused
-            with writing(self.out / "config.json") as path:
-                path.write_text(json.dumps(asdict(config), indent=2))
-            with writing(self.metrics) as path:
-                path.write_text("".join(json.dumps(record) + "\n" for record in self.records[:-1]))
+        with writing(self.out / "config.json") as path:
+            path.write_text(json.dumps(asdict(config), indent=2))
+        with writing(self.out / "metrics.jsonl") as path:  # the last record may be incomplete
+            path.write_text("".join(map(line_of, self.records[:-1])))
 
-    def restore(self, folder):
-        """Takes over a run's memory and, to go on with it, all the rest."""
-        saved = torch.load(folder / "checkpoint.pt", "cpu", mmap=True)
-        goes_on = folder == self.out
-        for name in sorted(self.settings.keys() - FREE) if goes_on else ["method", "prompts"]:
-            if saved["settings"][name] != self.settings[name]:
-                raise Refused(f"{folder} was made with {name} = {saved['settings'][name]!r}")
+    def restore(self, folder, names):
+        """Takes over a run's memory, if these settings agree, and to go on with it all the rest."""
+        with refusing(f"{folder}: "):
+            saved = torch.load(folder / "checkpoint.pt", "cpu", mmap=True)
+        for name in sorted(names):
+            if saved["settings"].get(name) != self.settings[name]:
+                raise Refused(f"{folder} was made with {name} = {saved['settings'].get(name)!r}")
+        if saved["memory"].keys() != self.rule.memory.keys():
+            raise Refused(f"{folder} remembers {', '.join(saved['memory'])}")
         self.rule.memory |= copy.deepcopy(saved["memory"])  # or the file would stay mapped
         last, optimizer = saved["records"][-1], self.optimizer
-        if not goes_on:  # from these counts on, so that no random number is used twice
+        if folder != self.out:  # from these counts on, so that no random number is used twice
             self.records[0] |= {name: last[name] for name in ("candidates_so_far", "mean_length")}
             return
         self.records = saved["records"]
@@ -1096,22 +1351,31 @@ class Run:
 
     def stop(self, *_):
         self.is_stopped = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        on_signals(signal.default_int_handler)
         with suppress(OSError):  # Ctrl-C also ends what reads a pipe
             print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
 
+    def progress(self):
+        """Steps or, with --epochs, candidates: how many there were, and how many there will be."""
+        start, last, epochs = self.records[0], self.records[-1], self.config.epochs
+        seen = last["candidates_so_far"] - start["candidates_so_far"]
+        if epochs > 0 and last["step"] < self.config.steps:
+            return seen, math.ceil(epochs * len(self.task.train))
+        return last["step"], self.config.steps
+
     def make_step(self):
         started_at = time.perf_counter()
-        config, last = self.config, self.records[-1]
-        number, seen = last["step"] + 1, last["candidates_so_far"]
+        config, before = self.config, self.records[-1]
+        number, seen = before["step"] + 1, before["candidates_so_far"]
         # A generator for draws, as a reward may seed torch's.
         transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
         generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
         rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
         self.optimizer.param_groups[0]["lr"] = rate
-        upcoming = next_prompts(seen, len(self.task.train), config.seed)
-        inputs = (self.task, self.rule, self.optimizer, self.reference, upcoming)
-        step = dppo_step(*inputs, last["mean_length"], generator, config)
+        least = 100 * config.prompts_per_step  # a window of theirs: pi is at least 0.01
+        upcoming = next_prompts(seen, len(self.task.train), config.seed, least)
+        state = {"mean_length": before["mean_length"], "generator": generator}
+        step = dppo_step(self.task, self.rule, self.optimizer, upcoming, **state)
 
         seen += step.N
         seconds = time.perf_counter() - started_at - step.rollout_seconds
@@ -1123,50 +1387,65 @@ class Run:
         self.records.append(record)
         return record
 
+    def log(self, bar):
+        """Evaluates if it is time, writes the last record, and tells what cannot wait."""
+        record, every = self.records[-1], self.config.eval_every or math.inf
+        done, total = self.progress()
+        if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
+            record |= evaluate(self.task, self.config)
+            bar.write(f"step {record['step']}: accuracy {record['accuracy']:.2f}")
+        with refusing(f"{self.out}: "), (self.out / "metrics.jsonl").open("a") as file:
+            file.write(line_of(record))
+        recent = self.records[-11:]
+        is_stalled = len(recent) == 11 and record["updates"] == recent[0]["updates"]
+        if is_stalled and record["step"] % 10 == 0:
+            bar.write("; ".join(account_of(recent, self.config)))
+        bar.update(done - bar.n)
+
+
+def on_signals(handler):
+    """For Ctrl-C, and for the end of a job's time on a cluster."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
 
 def train(config, task):
     """Makes a run, or its rest. Its last whole step is saved, unless it ends amid an update."""
     run = Run(config, task)
-    records, record = run.records, run.records[-1]
-    made = record["step"]
-    last = max(made, config.steps)
-    signal.signal(signal.SIGINT, run.stop)
+    on_signals(run.stop)
+    done, total = run.progress()
     try:
-        with tqdm(total=last, initial=made) as bar:
-            for number in range(made, last + 1):  # made: it may lack its evaluation
+        with tqdm(total=total, initial=done, disable=None) as bar:
+            run.log(bar)
+            while done < total:
                 if run.is_stopped:
                     raise KeyboardInterrupt
-                if number > made:
-                    record = run.make_step()
-                    bar.set_description("epoch {epoch:.1f}, reward {reward:.2f}".format(**record))
-                    bar.set_postfix_str(", ".join(account_of(records[-11:], config)))
-                    bar.update()
-                    if number % 10 == 0 and record["updates"] == records[-11]["updates"]:
-                        bar.write(next(account_of(records[-11:], config)))
-                is_due = number % (config.eval_every or math.inf) == 0 or number == last
-                if is_due and "evaluation" not in record:
-                    record["evaluation"] = evaluate(task, config)
-                    bar.write(f"step {number}: accuracy {record['evaluation']['accuracy']:.2f}")
-                with refusing(f"{run.metrics}: "), run.metrics.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                if made < number < last and number % (config.save_every or math.inf) == 0:
+                record = run.make_step()
+                bar.set_description("epoch {epoch:.1f}, reward {reward:.2f}".format(**record))
+                run.log(bar)
+                done, total = run.progress()
+                if done < total and record["step"] % (config.save_every or math.inf) == 0:
                     run.save()
     except BaseException:
         print(f"\ngo on with: python dppo.py --resume={str(run.out)!r}")
         raise
     finally:
-        if run.optimizer.updates == records[-1]["updates"]:  # not amid those of a step
+        last = run.records[-1]
+        is_whole = last["updates"] == run.optimizer.updates  # not amid those of a step
+        if is_whole and last["step"] > 0:
             run.save()
             with refusing(f"{run.out}/model: "):
                 task.model.save_pretrained(run.out / "model")
                 task.tokenizer.save_pretrained(run.out / "model")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        on_signals(signal.default_int_handler)
 
-    before, after = records[0]["evaluation"], record["evaluation"]
-    gains = [f"accuracy of {name} {before[name]:.2f} -> {after[name]:.2f}" for name in task.evals]
-    seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in records[1:])
-    told = account_of(records, config) if last > 0 else []
-    print("; ".join([*gains, f"{seconds:.0f} s of training", *told, f"results are in {run.out}"]))
+    start, *steps = run.records
+    told = []
+    for name in [f"accuracy of {name}" for name in task.evals]:
+        told.append(f"{name} {start[name]:.2f} -> {last[name]:.2f}")
+    seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in steps)
+    told += [f"{seconds:.0f} s of training", *account_of(run.records, config)]
+    print("; ".join([*told, f"results are in {run.out}"]))
 
 
 def main():
@@ -1182,11 +1461,9 @@ def main():
                 [saved] = parser.parse_json_file(Path(resume, "config.json"))
                 parser.set_defaults(**asdict(saved))
         config = parser.parse_args_into_dataclasses()[0]
-        with refusing(""):
-            if not config.model:  # half of the threads, as waiting ones spin
-                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            task = load_task(config)
-        train(config, task)
+        if not config.model:  # half of the threads, as waiting ones spin
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        train(config, load_task(config))
     except KeyboardInterrupt:
         sys.exit(130)
     except (torch.OutOfMemoryError, MemoryError):
