@@ -24,18 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("datasets", "tokenizers", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3")
 CHANGES = r"""
 ## advantages_are
-- A.nanmean(dim=1, keepdim=True)
+- rewards - rewards.nanmean(dim=1, keepdim=True)
 # the batch's mean instead of the group's
-+ A.nanmean()
-- .sum(dim=1, keepdim=True) - 1
++ rewards - rewards.nanmean()
+- / (n - 1).clamp(min=1)
 # std with the divisor n
-+ .sum(dim=1, keepdim=True)
++ / n
 - rewards = rewards.double()
 # a missing reward counts as 0
 + rewards = rewards.double().nan_to_num(0.0)
-- A = rewards - rewards.nan_to_num(math.inf).amin(dim=1, keepdim=True)  # equal ones give 0
+- A.masked_fill(missing | equal, 0.0)
 # groups of equal rewards have advantages by rounding
-+ A = rewards
++ A.masked_fill(missing, 0.0)
 
 ## floor_of, gradient, last_visit
 - low = scores < scores
@@ -97,9 +97,9 @@ CHANGES = r"""
 - window = window_of(pi, upcoming, limit)
 # the window as large as the batch
 + window = upcoming[:limit]
-- draw(pi / pi.sum().clamp(max=1), generator)
+- w_q = draw(pi, generator)
 # drawn with one pi, weighted by another
-+ (draw(pi / pi.sum().clamp(max=1), generator) > 0) / pi
++ w_q = (draw(pi, generator) > 0) / rule.prompt_probabilities().double()[window]
 
 ## samples_have, padded_prompts, only_models
 - .logits[:, -1].float() / temperature
@@ -132,16 +132,13 @@ CHANGES = r"""
 - head(hidden).float().div_(temperature)
 # temperature forgotten in training
 + head(hidden).float()
-- slots.append([indices[place] for place in slot])
-# places among those kept taken for their indices
-+ slots.append(slot)
 
-## follows, moves_nothing, far_below
-- surrogate = torch.min(rho * A, rho.clamp(1 - down, 1 + up) * A)
+## follows, moves_nothing, updates_below
+- torch.min(rho * A, clipped)
 # the larger of clipped and unclipped
-+ surrogate = torch.max(rho * A, rho.clamp(1 - down, 1 + up) * A)
++ torch.max(rho * A, clipped)
 # clipped also where that hides a bad update
-+ surrogate = rho.clamp(1 - down, 1 + up) * A
++ clipped
 - log_ratio, "mean", include_self
 # gspo's ratio is a product of all tokens', not their mean
 + log_ratio, "sum", include_self
@@ -162,10 +159,10 @@ CHANGES = r"""
 - loss = share[owner] @ losses
 # divided by the number of completions in a micro-batch
 + loss = share[owner] @ losses / len(batch)
-- losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
+- losses, more = token_losses(
 # advantages centred again after pruning
 + A = A - A[kept].mean()
-+         losses = token_losses(logprobs, old_logprobs, ref_logprobs, owner, A, config)
++         losses, more = token_losses(
 - model.zero_grad()
 -     tokens
 # gradients of earlier updates added
@@ -174,15 +171,16 @@ CHANGES = r"""
 # Adam's momentum moves the model without a gradient
 + if grad_norm < math.inf:
 
-## advantages_and_shares, remembers, later_updates, biased_rule, reward_gets
-- w = w_q[:, None] * w_qi
+## and_shares, remembers, later_updates, biased_rule, reward_gets
+- return w_q[:, None] * w_qi
 # the prompts' weights forgotten
-+ w = w_qi
++ return w_qi
 # the completions' weights forgotten
-+ w = w_q[:, None] * (w_qi > 0)
++ return w_q[:, None] * (w_qi > 0)
+- weights.append(rule.weights(w_q, w_qi, N))
 # the prompts' weights by pi from the same rollout
 + rule.remember(prompts, rewards, A)
-+             w = w_qi / rule.prompt_probabilities()[prompts, None]
++         weights.append(w_qi / rule.prompt_probabilities()[prompts, None])
 - w / (N * G * Z)
 # B instead of N
 + w / (len(prompts) * G * Z)
@@ -199,16 +197,16 @@ CHANGES = r"""
 - for q in prompts.tolist()]
 # the first prompts of the window rolled out, not the survivors
 + for q in upcoming[: len(prompts)].tolist()]
-- examples[i // G] | row
+- examples[i // G] | {
 # graded by the answers of other prompts
-+ examples[i % len(examples)] | row
++ examples[i % len(examples)] | {
 - scale_by_std=config.objective != "dr_grpo")  # (B, G)
 # dr_grpo scaled by std
 + scale_by_std=True)
 - mean_length or lengths.mean())
 # dapo divides by this step's mean length, which depends on the draw
 + lengths.mean())
-- (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
+- (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
 # the mean length of survivors taken for the window's
 + lengths.mean().item()
 - copy.deepcopy(task.model) if config.beta > 0
@@ -217,14 +215,17 @@ CHANGES = r"""
 - rule.remember(prompts, rewards, A)
 # remembered for the first prompts of the window, not the survivors
 + rule.remember(upcoming[: len(prompts)], rewards, A)
-- if rule.unbiased:
+- if self.unbiased:
 # a biased rule keeps its weights
 + if True:
+- kept * N * kept.shape[1] / kept.sum().clamp(min=1)
+# a biased rule divides by the candidates, not by what it keeps
++ kept
 
-## pi_rises, line_ends, next_visit, worth, many_unpruned
-- (1 - rate * (1 - share))
+## line_of_completions, many_unpruned, that_rate, worth_little
+- (1 - rate * (1 - height))
 # a line without its floor 1 - r
-+ (share)
++ (height)
 - scores = advantages.abs() * prompt_weights[:, None]
 # a completion's score without its prompt's weight
 + scores = advantages.abs()
@@ -238,26 +239,26 @@ CHANGES = r"""
 # worth without the mean of pi
 + (squares / pi).mean()
 
-## next_visit, sums_of_rewards, scale_prune_alike
+## that_rate, worth_little, all_equal, far_from
 - bins = self.bin_of_prompts()  # before this visit
 # bins by the rewards that they learn from
 + bins = self.bin_of_prompts()
 +         bins[prompts] = (rewards.nanmean(dim=1).nan_to_num(0.0) * 16).long()
-- if bins[q] >= 0 and not
+- if len(given) > 0 and bins[q] >= 0:
 # first visits teach a bin
-+ if not
-- memory["squares"][bins[q]] += square
++ if len(given) > 0:
+- memory["squares"][bins[q]] += A.square().mean()
 # bins learned with weights
-+ memory["squares"][bins[q]] += square / self.prompt_probabilities()[q]
++ memory["squares"][bins[q]] += A.square().mean() / self.prompt_probabilities()[q]
 - self.decay * memory["count"][q]
 # rewards decay, visits do not
 + memory["count"][q]
-- torch.cat([memory["range"], rewards.flatten()])
-# the range of this step's rewards alone
-+ rewards.flatten()
-- A = group_advantages((rewards - lowest) / (highest - lowest), scale_by_std)
-# A^2 in units of the rewards, which the guess does not have
-+ A = advantages
+- for outer in (0.01, 0.0):
+# a single reward far from all others sets the range
++ for outer in (0.0,):
+- guess = guess * self.range_of_rewards()[1] ** 2 / 4
+# the guess is not in units of the rewards, which A^2 has
++ guess = guess / 4
 """
 
 

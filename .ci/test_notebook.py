@@ -218,8 +218,9 @@ def test_the_trl_example_has_on_average_the_gradient_of_the_window(loss_type, me
     def pick():
         trainer.windows.order = torch.arange(N)
         for name, values in rule_with_history(method).memory.items():
-            of_prompts = values[[2, 0, 3, 5]] if len(values) == 6 else values
-            trainer.windows.rule.memory[name] = of_prompts
+            is_of_prompts = values.shape == (6,)
+            values = values[[2, 0, 4, 5]] if is_of_prompts else values
+            trainer.windows.rule.memory[name] = values
         prompts = list(itertools.islice(trainer.windows, N * G))
         return prompts, trainer.windows.queue[0]
 
