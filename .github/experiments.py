@@ -51,35 +51,27 @@ next seed. The control is grpo-skip with 17 prompts a step, as many as dppo-prop
 rolled out on seeds 0 to 2: if that learns as well, rollouts were never what was short. The mean of
 all evaluations after step 0 is as good as grpo-skip's if the 95% interval of the paired difference
 lies above -0.02; the gain is the rollouts over grpo-skip's. Expected: 0.53, 0.57 and, with history,
-0.45. By true gradients ("digits by gradients", seeds 5 to 7): |g|^2 beside A^2 of each group with a
-gradient, 1/worth by both after the first epoch, and noise over that of 32 unpruned prompts.
-Expected: 0.66 to 0.70 by |g|^2. The rule was chosen by runs on seeds 0 to 2 and 5 to 7, so "digits,
-new seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with history, judged alone by
-the same criterion; expected, after the first eight seeds: 0.55 and 0.45.
+0.45; by true gradients ("digits by gradients", |g|^2 beside A^2 of each group, seeds 5 to 7), a
+1/worth of 0.66 to 0.70. The rule was chosen by runs on seeds 0 to 2 and 5 to 7, so "digits, new
+seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with history, judged alone by the
+same criterion; expected, after the first eight seeds: 0.55 and 0.45.
 
 HARD: does it pay on a real model, against a control that has chosen its own batch? Of 192 prompts
 for SmolLM2, 40 are sums of two digits, from which it learns, and 152 products, which it hardly ever
 gets right. Measured is the mean probability of the right answer to 96 held-out sums of two digits,
-without sampling, at every half epoch of the control. That chose its batch, alone ("pilot":
-grpo-skip, seed 100, never clipped, 15 epochs with 4, 8 and 16 prompts a step, 6.5 with 32). Before,
-the probability is 0.04; after 15 epochs it is 0.59, 0.58 and 0.55. Half of that rise, 0.30, took
-383 to 418, 369 and 340 processor seconds with 4, 8 and 16 prompts, five epochs each, and more with
-32; 26%, 47% and 71% of the steps had a gradient. So 16 prompts, 180 steps. Of their norms, one in
-twenty exceeded 5.28: so --max_grad_norm 6.
-
-Arms, eight paired seeds: grpo-skip; dppo-proportional (0.9, 0), its first epoch included; the same
-with --history of the run of the next seed; dppo (0.7, 0). Primary: processor seconds of rollout and
-training until the level is reached, over those of grpo-skip with the same seed, as the mean of the
-logarithms with its 95% interval. Beside it: completions generated until then. A run ends two
-evaluations after it has reached the level, at the latest after 180 steps, and then counts at its
-full length. A gain if the upper end is below 0.9, none if the lower end is above it, otherwise
-undecided. Expected (simulated): 0.8 of the completions, 0.6 with history.
+at every half epoch of the control. That chose its batch, 16 prompts, by processor seconds, on one
+seed ("pilot"), and a norm that one step in twenty exceeded, 6. Eight paired seeds of grpo-skip;
+dppo-proportional (0.9, 0); the same with --history of the run of the next seed; dppo (0.7, 0). A
+run counts until it has reached 0.3, half of the pilot's rise, or its 180 steps are over. Primary
+were processor seconds over those of grpo-skip with the same seed, as the mean of the logarithms
+with its 95% interval, beside completions: a gain if the upper end is below 0.9, none if the lower
+end is above it. Expected (simulated): 0.8 of the completions, 0.6 with history.
 
 Two seeds of three arms were made so, on two cores ("hard"). As later machines could not multiply in
-bfloat16, all eight seeds ran on an H200 ("hard, on a GPU"), at once. What shares a GPU cannot be
-timed. So after those two, but before these ran, completions were made primary, with the same
-bounds. Beside it: clipping at 1 ("hard, clipped, on a GPU", four seeds, planned for two) and 24
-steps alone ("timed, on a GPU"; grpo makes grpo-skip's updates up to rounding).
+bfloat16, all eight seeds ran on an H200 ("hard, on a GPU"), at once, where nothing can be timed. So
+after those two, but before these ran, completions were made primary, with the same bounds. Beside
+it: clipping at 1 ("hard, clipped, on a GPU", four seeds, planned for two) and 24 steps alone
+("timed, on a GPU"; grpo makes grpo-skip's updates up to rounding). The whole plan is in ea3ad7c.
 """
 
 import copy
@@ -104,7 +96,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
 
 RESULTS = Path(__file__).with_name("comparison.json")
-PICTURE = Path(__file__).with_name("weights.png")
+PICTURE = Path(__file__).with_name("pruning.png")
 NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
 RUNS = Path("runs/experiments")
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
@@ -534,6 +526,8 @@ def gather():
             saved["analysis"] = analyse(runs)
             for arm, told in saved["analysis"].items():
                 print(f"{name}, {arm}: {told}")
+    if "step" not in results:
+        results["step"] = one_step()
     text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
     RESULTS.write_text(text + "\n")
     draw_picture(results)
@@ -545,42 +539,64 @@ def learned(run):
     return [(8 * made[step] / 1000, value) for step, _, value in run["curve"]]
 
 
+def one_step():
+    """A step of dppo after a first visit of 64 prompts -> of each candidate, whether it was kept,
+    and of each completion, whether it has no gradient (0), was pruned (1) or trained (2)."""
+    config = dppo.Config()
+    task = dppo.load_task(config)
+    rule = dppo.DPPO(config, 64)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    _, rewards, _ = dppo.rollout(task, task.train[:64], 8, config)
+    rule.remember(torch.arange(64), rewards, dppo.group_advantages(rewards))
+    N, prompts, w_q = dppo.prune_prompts(rule, torch.arange(64), 24, generator)
+    _, rewards, _ = dppo.rollout(task, [task.train[q] for q in prompts], 8, config)
+    A = dppo.group_advantages(rewards)
+    states = (A != 0).int() + (dppo.prune_completions(rule, A, w_q, generator) > 0)
+    return {"kept": [int(q in prompts) for q in range(N)], "states": states.tolist()}
+
+
 def draw_picture(results):
-    """README's picture: what weights are for, and what was learned from how many completions."""
+    """README's picture: a step, and what was learned from how many completions."""
     import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
 
     plt.rcParams.update({"font.size": 11, "axes.titleweight": "bold", "axes.titlesize": 12})
-    colours = {"grpo": "black", "grpo-skip": "0.5", "dppo": "#0072B2", "CPPO": "#E69F00"}
-    colours |= {"dppo-proportional": "#009E73", "dppo without weights": "#D55E00"}
-    colours |= {"dppo-proportional, with history": "#CC79A7"}
-    fig, panels = plt.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
-    curves = {}  # (panel, method): (seeds, evaluations, 2)
-    guesses = results["experiments"]["guess or pass"]
-    if "analysis" not in guesses:  # then those of four seeds
-        guesses = {"runs": results["runs"]["small Qwen3 guesses or passes"]}
-    for name in ("grpo", "dppo", "dppo without weights", "CPPO"):
-        of_seeds = torch.tensor([run["curve"] for run in guesses["runs"][name].values()])
-        curves[0, name] = of_seeds[:, :, [0, 2]]
-    for name in ("grpo-skip", "dppo-proportional", "dppo", "dppo-proportional, with history"):
+    grey, light, blue, green, pink = "0.85", "#BBD9EE", "#0072B2", "#009E73", "#CC79A7"
+    fig = plt.figure(figsize=(9.6, 4), layout="constrained")
+    grid = fig.add_gridspec(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 2])
+
+    # Left, from top to bottom: prompts and completions, of which the light ones are pruned.
+    prompts = 1.0 + torch.tensor(results["step"]["kept"])
+    states = torch.tensor(results["step"]["states"])
+    rolled = f"{len(prompts)} candidate prompts, {(prompts == 2).sum()} rolled out"
+    trained = f"{states.numel()} completions, {(states == 2).sum()} trained"
+    prompts = torch.nn.functional.pad(prompts, (0, -len(prompts) % 4), value=math.nan).view(-1, 4)
+    for row, (title, values) in enumerate({rolled: prompts, trained: states}.items()):
+        ax = fig.add_subplot(grid[row, 0])
+        colours = ListedColormap([grey, light, blue])
+        ax.pcolormesh(values.T, cmap=colours, vmin=0, vmax=2, edgecolor="white")
+        ax.set(title=title, xticks=[], yticks=[], aspect="equal", frame_on=False)
+    ax.set_xlabel("blue is kept and counts 1/π times,\nlight is pruned, grey has equal rewards")
+
+    # Right: means over the seeds of SmolLM2, and when the level was reached.
+    ax = fig.add_subplot(grid[:, 1])
+    colours = {"grpo-skip": "0.45", "dppo": blue, "dppo-proportional": green}
+    colours["dppo-proportional, with history"] = pink
+    for place, (name, colour) in enumerate(colours.items()):
         of_arm = results["experiments"]["hard, on a GPU"]["runs"][name].values()
-        of_seeds = [learned(run) for run in of_arm]
-        shortest = min(map(len, of_seeds))
-        curves[1, name] = torch.tensor([curve[:shortest] for curve in of_seeds])
-    shifts = [(6, -6), (6, 7), (6, 0), (6, -24), (6, -4), (-20, 43), (2, 24), (-88, 60)]
-    for ((panel, name), of_seeds), shift in zip(curves.items(), shifts):
-        for curve in of_seeds:
-            panels[panel].plot(*curve.T, color=colours[name], linewidth=0.6)
-        curve = of_seeds.mean(dim=0)
-        panels[panel].plot(*curve.T, color=colours[name], linewidth=3)
-        place = {"xytext": shift, "textcoords": "offset points", "va": "center"}
-        text = name.replace(" weights", "\nweights")
-        panels[panel].annotate(text, curve[-1], color=colours[name], weight="bold", **place)
-    panels[0].set(title="Without weights, a model guesses", xlabel="step", xlim=(0, 166))
-    panels[0].set(ylabel="guesses where passing pays more", xticks=range(0, 101, 25))
-    panels[0].set(ylim=(-0.06, 1.05), yticks=[0, 0.25, 0.5, 0.75, 1])
-    panels[1].set(title="Fewer rollouts, as much learned", xlim=(0, 14.5), ylim=(0, 0.5))
-    panels[1].set(xlabel="completions generated, thousands", xticks=range(0, 13, 3))
-    panels[1].set(ylabel="probability of right sums, SmolLM2", yticks=[0, 0.1, 0.2, 0.3, 0.4])
+        curves = [learned(run) for run in of_arm]
+        shortest = min(map(len, curves))
+        curve = torch.tensor([curve[:shortest] for curve in curves]).mean(dim=0)
+        ax.plot(*curve.T, color=colour, linewidth=3)
+        made = 8 * mean(until(run, LEVEL, "prompts_rolled") for run in of_arm) / 1000
+        ax.plot(made, LEVEL, "o", color=colour, markersize=8, markeredgecolor="white")
+        text = f"{name.replace('history', 'memory')}: {made:.1f}"
+        where = {"xycoords": "axes fraction", "ha": "right", "weight": "bold"}
+        ax.annotate(text, (0.98, 0.27 - 0.075 * place), color=colour, **where)
+    ax.set(title="As much learned from fewer rollouts", xlim=(0, 12), ylim=(0, 0.42))
+    ax.set(xlabel="completions generated, thousands", ylabel="probability of right sums, SmolLM2")
+    ax.axhline(LEVEL, color="0.6", linewidth=1, linestyle=":")
     fig.savefig(PICTURE, dpi=140)
 
 
