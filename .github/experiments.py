@@ -4,16 +4,11 @@
     python .github/experiments.py                   # gathers, analyses, draws (with matplotlib)
 
 So are made epochs 7,6,5,4,3,2,1,0,7, "guess or pass" 0 to 7, and "digits, new seeds" 8 to 15. An
-interrupted run goes on where it was. One that needs another's history is left out until that is
-complete, so epochs begins and ends with the same seed. Runs lie in runs/experiments, so that
-several processes may make them. Gathered, they are in comparison.json, which holds what analyses
-and notebook read: of each evaluation the step, processor seconds and accuracy; sums over the steps;
-and some of what each step had.
-
-All runs of SmolLM2, "group" (for the notebook) among them, and "digits by gradients" were made by
-the code of commit ea3ad7c, grpo and grpo-skip on digits by f8378fc; here they are analysed. Also in
-ea3ad7c are the successes and pi of every visit. What is under "runs", such as SmolLM2's guesses,
-was made by the notebook of commit b079a0a.
+interrupted run goes on where it was, and one that needs another's history waits until that is
+complete. Runs lie in runs/experiments, so that several processes may make them. Gathered, they are
+in comparison.json: of each evaluation the step, processor seconds and accuracy, and sums over the
+steps. All runs of SmolLM2 and "digits by gradients" were made by the code of commit ea3ad7c, grpo
+and grpo-skip on digits by f8378fc, what is under "runs" by the notebook of b079a0a.
 
 EPOCHS: how much faster is a method over 15 epochs, as the paper trains, and is it then as good? The
 embedded task, eight seeds: grpo; grpo-skip; CPPO (k of each group, r_o = 0.7) and GRESO, as in the
@@ -32,46 +27,43 @@ last one if it has ended; then their mean. A method is better (worse) in the sam
 interval of the paired difference lies above (below) 0, otherwise undecided. Primary is dppo at 0.7;
 the others stand beside it. Expected, from single runs on seeds 0 to 2, most of 8 epochs: dppo at
 0.7 takes a fifth of grpo's time and half of grpo-skip's, and loses 0.00 to 0.045; in the same time
-it is about as good as grpo-skip, and dppo-proportional better by 0.03.
-
-(An older experiment on epochs, planned for eight seeds of SmolLM2 with the rules of commit b079a0a,
-had the verdict "against": pruning prompts in three epochs after a first one changed the probability
-of right sums by +0.002 (-0.018 to 0.021). It is saved as "epochs, older rules".)
+it is about as good as grpo-skip, and dppo-proportional better by 0.03. (An older experiment, eight
+seeds of SmolLM2 with the rules of commit b079a0a, had the verdict "against": in three epochs after
+a first one, pruning prompts changed the probability of right sums by +0.002 (-0.018 to 0.021). It
+is saved as "epochs, older rules".)
 
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
 0.1, ? is worth 0.2. Eight seeds, 100 steps; at the end, the share of guesses, and the accuracy on 9
-to 12 digits: mean, lowest and highest. Expected, after four seeds (of b079a0a, whose
-dppo-proportional was another): guesses of at most 0.1 with weights, of at least 0.9 without them.
+to 12 digits. Expected, after four seeds of b079a0a: guesses of at most 0.1 with weights, of at
+least 0.9 without them.
 
-DIGITS: does our rule learn as much from fewer rollouts? The embedded task, 250 steps, eight seeds,
-from the same starting model: grpo, grpo-skip, dppo (both rates 0.7), and dppo-proportional with 0.9
-for prompts and 0.7 for completions, with 0.9 and 0, and the latter with --history of the run of the
-next seed. The control is grpo-skip with 17 prompts a step, as many as dppo-proportional (0.9, 0)
-rolled out on seeds 0 to 2: if that learns as well, rollouts were never what was short. The mean of
-all evaluations after step 0 is as good as grpo-skip's if the 95% interval of the paired difference
-lies above -0.02; the gain is the rollouts over grpo-skip's. Expected: 0.53, 0.57 and, with history,
-0.45; by true gradients ("digits by gradients", |g|^2 beside A^2 of each group, seeds 5 to 7), a
-1/worth of 0.66 to 0.70. The rule was chosen by runs on seeds 0 to 2 and 5 to 7, so "digits, new
-seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with history, judged alone by the
-same criterion; expected, after the first eight seeds: 0.55 and 0.45.
+DIGITS: does our rule learn as much from fewer rollouts? 250 steps, eight seeds: grpo, grpo-skip,
+dppo (both rates 0.7), and dppo-proportional with 0.9 for prompts and 0.7 for completions, with 0.9
+and 0, and the latter with --history of the run of the next seed. The control is grpo-skip with 17
+prompts a step, as many as dppo-proportional (0.9, 0) rolled out on seeds 0 to 2: if that learns as
+well, rollouts were never what was short. The mean of all evaluations after step 0 is as good as
+grpo-skip's if the 95% interval of the paired difference lies above -0.02; the gain is the rollouts
+over grpo-skip's. Expected: 0.53, 0.57 and, with history, 0.45; by true gradients ("digits by
+gradients", seeds 5 to 7), a 1/worth of 0.66 to 0.70. The rule was chosen by runs on seeds 0 to 2
+and 5 to 7, so "digits, new seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with
+history, judged alone by the same criterion; expected, after the first eight seeds: 0.55 and 0.45.
 
 HARD: does it pay on a real model, against a control that has chosen its own batch? Of 192 prompts
 for SmolLM2, 40 are sums of two digits, from which it learns, and 152 products, which it hardly ever
-gets right. Measured is the mean probability of the right answer to 96 held-out sums of two digits,
-at every half epoch of the control. That chose its batch, 16 prompts, by processor seconds, on one
-seed ("pilot"), and a norm that one step in twenty exceeded, 6. Eight paired seeds of grpo-skip;
+gets right. Measured is the mean probability of the right answer to 96 held-out sums, at every half
+epoch of the control, which chose its batch alone, 16 prompts, by processor seconds, on one seed
+("pilot"), and a norm that one step in twenty exceeded, 6. Eight paired seeds of grpo-skip;
 dppo-proportional (0.9, 0); the same with --history of the run of the next seed; dppo (0.7, 0). A
 run counts until it has reached 0.3, half of the pilot's rise, or its 180 steps are over. Primary
 were processor seconds over those of grpo-skip with the same seed, as the mean of the logarithms
 with its 95% interval, beside completions: a gain if the upper end is below 0.9, none if the lower
-end is above it. Expected (simulated): 0.8 of the completions, 0.6 with history.
-
-Two seeds of three arms were made so, on two cores ("hard"). As later machines could not multiply in
-bfloat16, all eight seeds ran on an H200 ("hard, on a GPU"), at once, where nothing can be timed. So
-after those two, but before these ran, completions were made primary, with the same bounds. Beside
-it: clipping at 1 ("hard, clipped, on a GPU", four seeds, planned for two) and 24 steps alone
-("timed, on a GPU"; grpo makes grpo-skip's updates up to rounding). The whole plan is in ea3ad7c.
+end is above it. Expected (simulated): 0.8 of the completions, 0.6 with history. Two seeds of three
+arms were made so, on two cores ("hard"). As later machines could not multiply in bfloat16, all
+eight ran on an H200 ("hard, on a GPU"), at once, where nothing can be timed. So after those two,
+but before these ran, completions were made primary, with the same bounds. Beside it: clipping at 1
+("hard, clipped, on a GPU", four seeds, planned for two) and 24 steps alone ("timed, on a GPU";
+grpo makes grpo-skip's updates up to rounding). The whole plan is in ea3ad7c.
 """
 
 import copy
@@ -100,7 +92,6 @@ PICTURE = Path(__file__).with_name("pruning.png")
 NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
 RUNS = Path("runs/experiments")
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-
 # The notebook's rules, as a module: what those cells define that have CPPO and GRESO.
 RIVALS = ModuleType("rivals")
 exec("import itertools, math, dppo, torch\nfrom unittest.mock import Mock, patch", vars(RIVALS))
@@ -129,7 +120,7 @@ METHODS = {
     "dppo-proportional (0.9, 0)": OURS,
     "dppo-proportional (0.9, 0), with history": OURS,
 }
-BY_RATE = ("dppo (0.5, 0.5)", "dppo (0.7, 0.7)", "dppo (0.9, 0.9)")
+BY_RATE = [f"dppo ({rate}, {rate})" for rate in (0.5, 0.7, 0.9)]
 WITH_HISTORY = ("dppo-proportional (0.9, 0)", "dppo-proportional (0.9, 0), with history")
 ARMS = {
     "epochs": ("grpo", "grpo-skip", "CPPO", "GRESO", *BY_RATE, *WITH_HISTORY),
@@ -219,8 +210,7 @@ class RunByEpochs(dppo.Run):
 
 
 def noting_step(real, task, *inputs, **named):
-    """A step. Its record gets what only the step tells: processor seconds, tokens generated, and
-    noises by A^2, the step's and that of one prompt without pruning."""
+    """A step. Its record gets seconds, tokens, and noises by A^2: its own, and of one prompt."""
     started_at = time.process_time()
     step = real(task, *inputs, **named)
     squares = step.A.square()
@@ -444,8 +434,7 @@ def analysis_of_digits(runs):
 
 
 def noise_by(name, steps, prompts=None):
-    """The noise of steps by these squares, over that of so many prompts a step without pruning, or
-    of as many as were rolled out."""
+    """The noise of steps by these squares, over that of so many unpruned prompts, or of B."""
     pruned = 0.0
     unpruned = 0.0
     for step in steps:
@@ -536,12 +525,11 @@ def gather():
 def learned(run):
     """Of each evaluation, thousands of completions generated until then, and its value."""
     made = [0, *accumulate(run["prompts_rolled"])]
-    return [(8 * made[step] / 1000, value) for step, _, value in run["curve"]]
+    return [(0.008 * made[step], value) for step, _, value in run["curve"]]
 
 
 def one_step():
-    """A step of dppo after a first visit of 64 prompts -> of each candidate, whether it was kept,
-    and of each completion, whether it has no gradient (0), was pruned (1) or trained (2)."""
+    """-> which candidates a step keeps; its completions: 0 has no gradient, 1 is pruned, 2 not."""
     config = dppo.Config()
     task = dppo.load_task(config)
     rule = dppo.DPPO(config, 64)
@@ -569,10 +557,9 @@ def draw_picture(results):
     # Left, from top to bottom: prompts and completions, of which the light ones are pruned.
     prompts = 1.0 + torch.tensor(results["step"]["kept"])
     states = torch.tensor(results["step"]["states"])
-    rolled = f"{len(prompts)} candidate prompts, {(prompts == 2).sum()} rolled out"
-    trained = f"{states.numel()} completions, {(states == 2).sum()} trained"
-    prompts = torch.nn.functional.pad(prompts, (0, -len(prompts) % 4), value=math.nan).view(-1, 4)
-    for row, (title, values) in enumerate({rolled: prompts, trained: states}.items()):
+    titles = [f"{len(prompts)} candidate prompts, {(prompts == 2).sum()} rolled out"]
+    titles.append(f"{states.numel()} completions, {(states == 2).sum()} trained")
+    for row, (title, values) in enumerate(zip(titles, (prompts.view(-1, 4), states))):
         ax = fig.add_subplot(grid[row, 0])
         colours = ListedColormap([grey, light, blue])
         ax.pcolormesh(values.T, cmap=colours, vmin=0, vmax=2, edgecolor="white")
@@ -585,18 +572,17 @@ def draw_picture(results):
     colours["dppo-proportional, with history"] = pink
     for place, (name, colour) in enumerate(colours.items()):
         of_arm = results["experiments"]["hard, on a GPU"]["runs"][name].values()
-        curves = [learned(run) for run in of_arm]
+        curves = [*map(learned, of_arm)]
         shortest = min(map(len, curves))
         curve = torch.tensor([curve[:shortest] for curve in curves]).mean(dim=0)
         ax.plot(*curve.T, color=colour, linewidth=3)
         made = 8 * mean(until(run, LEVEL, "prompts_rolled") for run in of_arm) / 1000
         ax.plot(made, LEVEL, "o", color=colour, markersize=8, markeredgecolor="white")
         text = f"{name.replace('history', 'memory')}: {made:.1f}"
-        where = {"xycoords": "axes fraction", "ha": "right", "weight": "bold"}
-        ax.annotate(text, (0.98, 0.27 - 0.075 * place), color=colour, **where)
+        ax.text(11.8, 0.11 - 0.03 * place, text, color=colour, ha="right", weight="bold")
+    ax.axhline(LEVEL, color="0.6", linewidth=1, linestyle=":")
     ax.set(title="As much learned from fewer rollouts", xlim=(0, 12), ylim=(0, 0.42))
     ax.set(xlabel="completions generated, thousands", ylabel="probability of right sums, SmolLM2")
-    ax.axhline(LEVEL, color="0.6", linewidth=1, linestyle=":")
     fig.savefig(PICTURE, dpi=140)
 
 
