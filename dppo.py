@@ -360,7 +360,8 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, b
     place of its own, which may apply top_k and the like: softmax(logits/temperature) is sampled, as
     it is trained. In blocks, a CUDA graph launches all kernels of a token at once, which is faster,
     but only on tensors that do not move. So these get room for a block of tokens."""
-    cache, mask = inputs["cache"], inputs["attention_mask"]
+    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until v5.23
+    cache, mask = inputs[cache_name], inputs["attention_mask"]
     mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
     if {type(layer) for layer in cache.layers} != {transformers.DynamicLayer}:
         block = 1  # a cache with windows moves
@@ -375,7 +376,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, b
         shown = mask
         if isinstance(cache, RoomyCache):  # its room is no token: 0 or -inf is added to scores
             shown = mask.to(cache.layers[0].keys.dtype).log()[:, None, None]
-        state = {"attention_mask": shown, "position_ids": positions, "cache": cache}
+        state = {"attention_mask": shown, "position_ids": positions, cache_name: cache}
         return model(new, **state, logits_to_keep=1).logits[:, -1].float() / temperature
 
     # Read each prompt once.
@@ -675,9 +676,8 @@ class ProportionalDPPO(Rule):
         of all visited prompts, or 1."""
         memory = self.memory
         x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles of the bins
-        guess = (
-            0.1 + 0.9 * (math.pi * x).sin() ** 2
-        )  # sin^2 is 4p(1 - p), as p = sin(math.pi x/2)^2
+        # As p = sin(x pi/2)^2, this is about 4p(1 - p), and at least 0.1.
+        guess = 0.1 + 0.9 * (math.pi * x).sin() ** 2
         if self.config.objective == "dr_grpo":  # without the std, A^2 is about p(1 - p) width^2
             guess = guess * self.range_of_rewards()[1] ** 2 / 4
         squares = memory["squares"] + memory["prior_visits"] * guess
