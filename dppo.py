@@ -78,7 +78,7 @@ def group_advantages(rewards, scale_by_std=True):
     rewards = rewards.double()
     missing = rewards.isnan()
     A = rewards - rewards.nanmean(dim=1, keepdim=True)
-    rounding = 1e-6 * rewards.nan_to_num().abs().amax(dim=1, keepdim=True)
+    rounding = 1e-12 + 1e-6 * rewards.nan_to_num().abs().amax(dim=1, keepdim=True)
     equal = (A.nan_to_num().abs() <= rounding).all(dim=1, keepdim=True)
     if scale_by_std:
         n = (~missing).sum(dim=1, keepdim=True)
@@ -211,7 +211,7 @@ def prune_prompts(rule, upcoming, limit, generator):
 
     The window follows from pi and the limit, so no draw changes its length N. To look on until
     enough prompts have survived would make N depend on the draw, and bias the gradient."""
-    pi = rule.prompt_probabilities().double()  # (all prompts,)
+    pi = torch.as_tensor(rule.prompt_probabilities(), dtype=torch.float64)  # (all prompts,)
     check_probabilities(rule, pi, needed=torch.ones(rule.prompt_count).bool())
     window = window_of(pi, upcoming, limit)
     pi = pi[window]  # (N,)
@@ -261,7 +261,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
     G = config.group_size
 
     # 1. Prune prompts, from memory.
-    limit = rule.limit_of_step(upcoming)
+    limit = rule.limit_of_step(upcoming.clone())
     N, prompts, w_q = prune_prompts(rule, upcoming, limit, generator)
 
     # 2. Roll out those that are kept.
@@ -293,7 +293,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
         updates.append(metrics)
 
     # 6. Remember last, so that a step that fails changes no memory.
-    rule.remember(prompts, rewards, A)
+    rule.remember(prompts.clone(), rewards.clone(), A.clone())
     length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # a ratio, which only later steps use
     return Step(
         limit=limit,
@@ -712,6 +712,9 @@ class ProportionalDPPO(Rule):
     def remember(self, prompts, rewards, advantages):
         memory = self.memory
         bins = self.bin_of_prompts()  # before this visit
+        most = self.range_of_rewards()[1] ** 2 / 4  # a mean A^2 without the std, but for outliers
+        if self.config.objective != "dr_grpo" or most == 0:
+            most = math.inf
         for name in ("visits", "squares", "prior_visits"):
             memory[name] *= self.forget
 
@@ -722,7 +725,7 @@ class ProportionalDPPO(Rule):
             if len(given) > 0 and bins[q] >= 0:
                 # Unweighted, as all visited prompts of a bin were kept with the same pi.
                 memory["visits"][bins[q]] += 1
-                memory["squares"][bins[q]] += A.square().mean()
+                memory["squares"][bins[q]] += A.square().mean().clamp(max=most)
 
         lowest, _ = self.range_of_rewards()
         if math.isnan(lowest):  # no reward was ever given
@@ -840,7 +843,7 @@ AS_READ = {  # what replaces what, so that numbers stand as they are read
     r"\\?[$%€£]|\\!|°|\^ *\{? *\\circ *\}?": "",
     r"\{,\}|(?<=\d)\\,(?=\d{3})": ",",
     r"\*\*|\\[,;: ()[\]]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
-    "\N{MINUS SIGN}": "-",
+    "\N{MINUS SIGN}|[\u2011\u2013](?=\\d)": "-",
 }
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # to ASCII
 WORD = r"(?:[\w^{}\\√]|[.,/-]{1,2}(?=\d)|(?<=\d):(?=\d)|(?<=[a-z])\((?=\d))+"
@@ -862,7 +865,8 @@ def gsm8k_number(text, is_answer=False):
     words = [end.strip()] if is_answer else re.findall(WORD, end)
     number = re.compile(NUMBER if is_answer else NUMBER + UNIT, re.ASCII)
     numbers = [match[1] for match in map(number.fullmatch, words) if match]
-    if not numbers or (before and len(numbers) > 1):
+    begun = [word for word in words if re.match(r"-?\.?\d", word)]  # 1/2 begins like a number
+    if not numbers or (before and len(begun) > 1):
         return None
     return Decimal(numbers[-1].replace(",", ""))  # a float would round 2^53 + 1
 
@@ -979,6 +983,8 @@ def read_rows(spec, split):
     """The rows of a file or of path[[:config]:split]. Those of json and csv are read as they stand,
     since a table would have one type for a column, and 124 for 0124."""
     kind = Path(spec).suffix.lower()
+    if not Path(spec).is_file() and kind in (".json", ".jsonl", ".csv", ".parquet"):
+        raise Refused("there is no such file")
     if not Path(spec).is_file():
         path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
         *names, split = names or [split]
@@ -1012,8 +1018,8 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
     for number in tqdm(count(1), spec, leave=False, delay=5, disable=None):
         with refusing(f"{spec}, row {number}: "):
-            row = next(rows, None)
-            if row is None:
+            row = next(rows, rows)
+            if row is rows:  # the end
                 break
             if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
                 raise Refused("it has not the fields of the others")
@@ -1050,12 +1056,14 @@ def encode_prompt(prompt, config, tokenizer):
         return prompt, []
     if isinstance(prompt, str):
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        if prompt.startswith(("[{'role", '[{"role', *map(str, special))):
+        if prompt.startswith((*map(str, special),)) or re.match(r"\s*\[\s*\{\s*.role", prompt):
             raise Refused("it is a chat as a text: a list of messages is needed")
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
             return prompt, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         messages = [{"role": "user", "content": prompt}]
+    if not isinstance(messages, list) or any(m.get("content") is None for m in messages):
+        raise Refused(f"{prompt!r:.60} is no text, and no list of messages with role and content")
     if system and messages[0]["role"] == "system":
         raise Refused("it has a system message: drop --system_prompt")
     if system:
@@ -1301,7 +1309,8 @@ class Run:
         self.config, self.task = config, task
         checksum = 0  # as other data may have as many prompts
         for example in task.train:
-            checksum = zlib.crc32(str(example["prompt_ids"]).encode(), checksum)
+            task_of = example["prompt_ids"], example.get("answer")
+            checksum = zlib.crc32(str(task_of).encode(), checksum)
         self.settings = asdict(config) | {"prompts": f"{len(task.train)}, checksum {checksum}"}
         self.rule = config.rule_class(config, len(task.train))
         self.optimizer = MasterAdam(task.model, config.learning_rate)
@@ -1329,7 +1338,7 @@ class Run:
         for name in sorted(names):
             if saved["settings"].get(name) != self.settings[name]:
                 raise Refused(f"{folder} was made with {name} = {saved['settings'].get(name)!r}")
-        if saved["memory"].keys() != self.rule.memory.keys():
+        if not saved["memory"].keys() >= self.rule.memory.keys():
             raise Refused(f"{folder} remembers {', '.join(saved['memory'])}")
         self.rule.memory |= copy.deepcopy(saved["memory"])  # or the file would stay mapped
         last, optimizer = saved["records"][-1], self.optimizer
@@ -1383,7 +1392,8 @@ class Run:
         record |= {"candidates_so_far": seen, "epoch": seen / len(self.task.train)}
         record |= {"rollout_seconds": step.rollout_seconds, "train_seconds": seconds}
         record["rollout_worth"] = config.prompts_per_step / step.limit
-        self.memory = copy.deepcopy(self.rule.memory)
+        for name, value in self.rule.memory.items():
+            self.memory[name] = torch.as_tensor(value).clone()
         self.records.append(record)
         return record
 
@@ -1459,7 +1469,10 @@ def main():
             resume = parser.parse_args().resume
             if resume:  # its settings are the defaults
                 [saved] = parser.parse_json_file(Path(resume, "config.json"))
-                parser.set_defaults(**asdict(saved))
+                settings = asdict(saved)
+                if any(argument.startswith(("--steps", "--epochs")) for argument in sys.argv):
+                    del settings["steps"], settings["epochs"]  # what is given counts alone
+                parser.set_defaults(**settings)
         config = parser.parse_args_into_dataclasses()[0]
         if not config.model:  # half of the threads, as waiting ones spin
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))

@@ -36,7 +36,6 @@ models or bfloat16; and that prompts count the same over an epoch (low pi makes 
 """
 
 import dataclasses
-import datetime
 import inspect
 import itertools
 import json
@@ -517,6 +516,7 @@ def test_advantages_are_of_whole_groups_and_0_where_there_is_nothing_to_learn():
     rewards = [[1.0, 0.0, 0.0, 0.0], [1e-9, 0.0, 0.0, 0.0], [none, 1.0, 0.0, 0.0]]
     equal = [[0.1] * 4, [none, 0.1, 0.1, 0.1], [none, none, 0.3, none], [none] * 4]
     equal += [[0.1 + 0.2, 0.3, 0.3, none], [-1e9, -1e9 - 1, -1e9, -1e9]]  # up to rounding
+    equal += [[0.3 - 0.1 - 0.2, 0.0, 0.0, 0.0]]
     rewards = torch.tensor([*rewards, *equal], dtype=torch.float64)
     for scale_by_std in (True, False):
         advantages = group_advantages(rewards, scale_by_std)
@@ -562,7 +562,6 @@ def test_scores_are_of_the_last_visit_and_completions_without_a_gradient_go():
     rule.remember(torch.tensor([0, 1, 1]), None, torch.tensor([[3.0, -3.0], [1, -1], [1.0, -0.5]]))
     rule.remember(torch.tensor([0]), None, torch.tensor([[2.0, -3.0]]))
     assert rule.memory["score"].nan_to_num(-1).tolist() == [2.5, 0.75, -1.0]  # means of groups
-
     A = torch.tensor([[2.0, -1.0, 1.0, 1.0], [0.4, -0.4, 0.4, 0.4], [0.0] * 4]).double()
     pi = rule.completion_probabilities(A, torch.ones(3))
     assert pi.tolist() == [[1.0] * 4, [0.5] * 4, [0.0] * 4]  # the mean is 6.6/8, of eight
@@ -693,11 +692,10 @@ def test_what_is_sampled_of_padded_prompts_is_what_is_trained(end_ids, cuda_grap
     assert capture.call_count == (2 if cuda_graphs else 0)
 
 
-# ==== 7. Dense Prompt Packing ====
+# ==== 7 and 8. Dense Prompt Packing, loss and update ====
 def test_packing_takes_the_longest_that_fits_into_as_many_slots_as_the_tokens_allow():
     assert dppo.pack([5, 3, 8, 2, 2], capacity=10) == [[2, 3], [0, 1, 4]]
     assert dppo.pack([5, 6, 5, 4], capacity=10, lookahead=1) == [[0], [1], [2, 3]]  # in order
-
     sequences = [Sequence([2] * 3, [3] * n) for n in (130, 50, 50, 70)]  # 133, 53, 53, 73 tokens
     for tokens, expected in {399: [[[0], [3, 1], [2]]], 398: [[[0], [3, 1]], [[2]]]}.items():
         config = Config(micro_batch_tokens=tokens)
@@ -709,7 +707,6 @@ def test_packing_takes_the_longest_that_fits_into_as_many_slots_as_the_tokens_al
     assert metrics["packing_density"] == (73 + 53 + 53) / (2 * 126)
 
 
-# ==== 8. Loss and update ====
 def test_an_update_tells_how_much_it_trained_and_clips_a_gradient_longer_than_allowed():
     given, told = Given(first=False, beta=0.1, max_grad_norm=1e-3), []
     shares, A = torch.tensor([0.0, 1.0, 1.0] * 6), torch.ones(6, G)
@@ -803,7 +800,6 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     # Of the rates p = 4.05/4.1, 2.05/4.1, 0.05/4.1, 1.05/4.1, this is 17 asin(sqrt p)/(pi/2).
     assert rule.bin_of_prompts().tolist() == [15, 8, 8, 1, 5, 8, -1, -1, -1]
     assert rule.memory["visits"].eq(0).all()  # first visits teach bins nothing
-
     # 0 comes twice in one window; 1 and 5 were like 2, and `missing` is no visit.
     square, *_ = visit([0, 1, 5, 0], partly, all_right, missing, partly)
     guess = 0.1 + 0.9 * (math.pi * (torch.arange(17).double() + 0.5) / 17).sin() ** 2
@@ -816,7 +812,6 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     pi = rule.prompt_probabilities()
     assert pi[:6].allclose(1 - 0.5 * (1 - (expected[:6] / expected[:6].max()).sqrt()))
     assert pi[6:].eq(1).all()
-
     # Sums decay. A missing reward is like the rest of its group or, without any, the lowest.
     visit([6], missing)
     d = rule.decay
@@ -826,20 +821,22 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     assert rule.memory["rewards"].allclose(low * counts + size * right)
 
 
-def test_prompts_that_always_or_never_succeed_teach_their_bins_that_they_are_worth_little():
-    rule, rewards = dppo.ProportionalDPPO(Config(), 3), torch.tensor([[0.0, 0], [0, 1], [1, 1]])
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo"])
+def test_prompts_that_always_or_never_succeed_teach_their_bins_that_they_are_worth_little(
+    objective,
+):
+    rule = dppo.ProportionalDPPO(Config(objective=objective), 3)
+    rewards, by_std = torch.tensor([[0.0, 0], [0, 1], [1, 1]]), objective != "dr_grpo"
     for _ in range(40):
-        rule.remember(torch.arange(3), rewards, group_advantages(rewards))
+        rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
     assert rule.bin_of_prompts().tolist() == [0, 8, 16]  # of 17
     assert rule.expected_squares()[[0, 2]].max() < 0.02  # the guess was 0.1
-
     # A reward far from all others moves neither their range nor the limit of a step.
     limit = rule.limit_of_step(torch.arange(3).repeat(40))
     rewards[0, 0] = -100
-    rule.remember(torch.arange(3), rewards, group_advantages(rewards))
+    rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
     assert rule.range_of_rewards() == (0, 1)
     assert limit - 2 < rule.limit_of_step(torch.arange(3).repeat(40)) < limit + 2 < 32
-
     # Of rewards that are all equal but for rounding, none is a success.
     for reward in (0.3, -0.1, 0.0):
         rule, zeros = dppo.ProportionalDPPO(Config(objective="dr_grpo"), 3), torch.zeros(3, 8)
@@ -851,14 +848,13 @@ def test_prompts_that_always_or_never_succeed_teach_their_bins_that_they_are_wor
 
 # ==== Part IV, 9. Order, and which models can be trained ====
 def test_epochs_and_seeds_have_orders_and_random_numbers_of_their_own(monkeypatch, tmp_path):
-    """And a window may be longer than an epoch, so that steps are full also on few prompts."""
     windows, updates = spy(monkeypatch, "prune_prompts", "train_step")
     monkeypatch.setattr(transformers, "set_seed", mock.Mock(wraps=transformers.set_seed))
     for seed in (0, 9999):
         task = tiny_task(seldom_teaches, prompts=24, evals=0)
         run(tmp_path / str(seed), task, seed=seed, steps=6, prompts_per_step=12)
     sizes = [(N, len(prompts)) for _, (N, prompts, _) in windows]
-    assert max(N for N, _ in sizes) > 24 and min(B for _, B in sizes) > 10
+    assert max(sizes) > (24, 10) and min(B for _, B in sizes) > 10  # full, from several epochs
     seen = torch.cat([window.upcoming[:N] for window, (N, *_) in windows[:6]])
     first, second, other = seen[:24], seen[24:48], windows[6][0].upcoming[:24]
     for epoch in (first, second, other):
@@ -867,23 +863,21 @@ def test_epochs_and_seeds_have_orders_and_random_numbers_of_their_own(monkeypatc
     for least, end in ((0, 44), (40, 60)):
         assert dppo.next_prompts(20, 24, seed=0, least=least).equal(seen[20:end])
     assert recorded(tmp_path / "0", "epoch")[:2] == [12 / 24, 1]
-    [of_adam] = updates[0][0].optimizer.param_groups
-    assert of_adam["lr"] == pytest.approx(5e-5 * 6 / 10)  # of the warm-up
+    assert updates[0][0].optimizer.param_groups[0]["lr"] == pytest.approx(5e-5 * 6 / 10)
     own = {window.generator.initial_seed() for window, _ in windows}
     others = [call.args[0] for call in transformers.set_seed.call_args_list]
     assert len(own) == 12 and not own & set(others)
     assert not set(others[1:7]) & set(others[-6:])  # nor do runs of two seeds share any
 
 
-# In float32, rotations of positions beyond 48 would be scaled, as in some models for long texts.
+# A sequence of more than 48 tokens changes the rotations of all others in its batch.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LONG |= {"original_max_position_embeddings": 48, "rope_theta": 100.0}
-SHORT = {"max_position_embeddings": 63}
 MODELS = [("Qwen2ForCausalLM", {"use_cache": False}, None), ("GPT2LMHeadModel", {}, None)]
 MODELS += [("Gemma3ForCausalLM", {"sliding_window": 8}, None)]
 MODELS += [("Qwen3ForCausalLM", {"rope_parameters": YARN | {"rope_theta": 1e4}}, None)]
-MODELS += [("LlamaForCausalLM", SHORT, "longest prompt and --max_completion_tokens exceed its 63")]
+MODELS += [("LlamaForCausalLM", {"max_position_embeddings": 63}, "tokens exceed its 63")]
 MODELS += [("Qwen3ForCausalLM", {"vocab_size": 12}, "it has 12 tokens, and a prompt has others")]
 MODELS += [("LlamaForCausalLM", {"rope_parameters": LONG}, "differ by")]
 MODELS += [("OPTForCausalLM", {"tie_word_embeddings": False}, "differ by")]  # ignores position ids
@@ -913,11 +907,11 @@ def test_only_models_that_sample_as_they_train_are_accepted(name, more, reason, 
 @pytest.mark.parametrize("change", [0.01, math.nan])
 def test_a_difference_between_sampling_and_training_is_noticed(change, monkeypatch):
     def changed(*inputs):
-        sequences, logprobs = sample(*inputs)
-        return sequences, logprobs + change * (-1) ** torch.arange(len(logprobs))
+        logprobs = real(*inputs)
+        return logprobs + change * (-1) ** torch.arange(len(logprobs))
 
-    sample = dppo.sample
-    monkeypatch.setattr(dppo, "sample", changed)
+    real = dppo.token_logprobs
+    monkeypatch.setattr(dppo, "token_logprobs", changed)
     with pytest.raises(ValueError, match="differ by"):
         dppo.check_sampling(tiny_task(), Config())
 
@@ -939,7 +933,10 @@ def test_rewards_compare_with_an_answer_if_there_is_one():
 def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else():
     numbers = {18: ["#### 18.0", "x\n#### 18", "####18", r"\boxed{18}", "18", "$18$", "**18**"]}
     numbers[18] += [r"\(18\)", r"\[18\]", r"#### \(18\)", r"18^\circ", "\uff11\uff18"]  # full width
-    numbers |= {-31: [r"-\$31", "\N{MINUS SIGN}31", "- 31"], 9500: ["9,500", "$9,500.00"]}
+    numbers |= {
+        -31: [r"-\$31", "\N{MINUS SIGN}31", "- 31", "\u201331"],
+        9500: ["9,500", "$9,500.00"],
+    }
     numbers |= {5: [r"#### \boxed{5}", r"so it is $\boxed{5}$"], 0.5: ["0.50", "#### 0.5%", ".5"]}
     numbers |= {-2: ["#### 7\n#### -2"], 7: ["7 #### one\n#### 7", r"I get \boxed{7}, not 8"]}
     numbers |= {1234: [r"\boxed{1{,}234}", r"\boxed{1,\!234}", r"1\,234"]}
@@ -949,6 +946,7 @@ def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else(
             assert dppo.gsm8k_number(text, is_answer=True) == number, text
     none = ["(3,4)", "14,16", "1/2", r"\frac{14}{3}", "12:30", "10-12", "52_8", "0,500", "one", ""]
     none += ["1234,567", "2^3", r"\sqrt{13}", "1.234,50", "x5", "5x", "1e3", "5²", "#### 5+3"]
+    none += ["#### 1 1/2", r"\boxed{1.8 \times 10^1}"]
     none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2\sqrt{3}}", "#### 1/2", "3pi"]
     none += ["#### (3,4)", "#### 5 + 13 = 18", "\n" * 99_999, "9" * 99_999 + "x", "\u0663"]
     assert {dppo.gsm8k_number(text) for text in none} == {None}
@@ -969,22 +967,22 @@ def test_a_reward_gets_trl_s_arguments_in_the_shape_of_the_data_and_may_say_none
     task, chat = tiny_task(reward), [{"role": "user", "content": "3"}]
     text = {"prompt": "12=", "prompt_ids": [1], "answer": "12", "level": 1}
     examples = [text, text | {"prompt": [*chat], "answer": "3", "level": 2}]
-    sequences = [Sequence([1], ids) for ids in ([3, 4, 1], [0, 5], [6, 1], [7, 7])]
+    ids = [[3, 4, 1], [0, 5], [6, 1], [7, 7]]
     assistant = [[{"role": "assistant", "content": text}] for text in ("3", "44")]
     completions = ["01", "<pad>2", *assistant]  # special tokens, but for the end, are a part of it
     expected = {"prompts": ["12=", "12=", chat, chat], "completions": completions}
-    expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2]}
-    expected["completion_ids"] = [[3, 4, 1], [0, 5], [6, 1], [7, 7]]
+    expected |= {"answer": ["12", "12", "3", "3"], "level": [1, 1, 2, 2], "completion_ids": ids}
+    inputs = (task, examples, [Sequence([1], completion) for completion in ids])
     returned = [None, 1, 0.5, True]
-    rewards = dppo.reward_completions(task, examples, sequences)
+    rewards = dppo.reward_completions(*inputs)
     assert rewards.nan_to_num(-1).tolist() == [[-1.0, 1.0], [0.5, 1.0]]
     for right in ([[0.0], [1.0], [0.5], [1.0]], torch.tensor([0.0, 1, 0.5, 1]), (0, 1, 0.5, 1)):
         returned = right  # as some models and libraries return them
-        assert dppo.reward_completions(task, examples, sequences).tolist() == [[0, 1], [0.5, 1]]
+        assert dppo.reward_completions(*inputs).tolist() == [[0, 1], [0.5, 1]]
     for wrong in ([1.0] * 3, ["x"] * 4, {1, 2, 3, 4}, {0: 1.0}, None, "1234", [math.inf] * 4):
         returned = wrong
         with pytest.raises(ValueError, match="rewards must be 4 numbers or None"):
-            dppo.reward_completions(task, examples, sequences)
+            dppo.reward_completions(*inputs)
 
 
 def test_reasoning_that_the_template_begins_must_end_to_be_graded():
@@ -1039,9 +1037,8 @@ def test_rows_that_are_left_out_are_told_by_reason_and_add_up(tmp_path, capsys):
     rows = [{"question": text, "solution": "4", "level": 5} for text in texts]
     data = write_rows(tmp_path / "a.jsonl", *rows, {"question": "13", "solution": "B", "tools": 0})
     [example] = load(data, "gsm8k", max_prompt_tokens=4, system_prompt="7")  # just long enough
-    ids = tiny_tokenizer().encode("7\n\n12")
-    expected = {"prompt": "12", "prompt_ids": ids, "question": "12", "answer": "4"}
-    assert example == expected | {"solution": "4", "level": 5, "tools": None}
+    expected = {"prompt": "12", "prompt_ids": tiny_tokenizer().encode("7\n\n12"), "answer": "4"}
+    assert example == expected | {"question": "12", "solution": "4", "level": 5, "tools": None}
     told = capsys.readouterr().out
     assert "a.jsonl: 6 rows of answer, question, solution, level, tools; 1 prompts" in told
     assert ", 2 empty (None)" in told and "1 not gradable ('B')" in told
@@ -1061,7 +1058,6 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
     (tmp_path / "a b.CSV").write_text(table)
     given = {row["answer"] for row in load(tmp_path / "a b.CSV", "exact")}
     assert given == {"0124", "NA", "true", "1e5", "18,5"}
-
     rows = datasets.Dataset.from_list([{"prompt": f"{i}=", "of": {"label": i}} for i in range(9)])
     rows.to_parquet(tmp_path / "a:[1].PARQUET")
     examples = load(tmp_path / "a:[1].PARQUET", answer_column="of.label")
@@ -1077,12 +1073,13 @@ def test_data_are_files_or_on_the_hub_and_a_split_may_be_a_slice(monkeypatch, tm
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     rows = {"csv": [("1=,7,000", "not the fields of"), (131_073 * "1", "larger than field limit")]}
     rows["jsonl"] = [('["1=", "1"]', "it has not the fields of the others"), ("{", "Expecting")]
+    rows["jsonl"] += [("null", "it has not the fields of the others")]
     user = {"role": "user", "content": None}
-    prompts = [(1, "not subscriptable"), (["1=", "2="], ""), (str([user]), "a chat as a text")]
+    prompts = [(1, "1 is no text, and no"), (["1=", "2="], ""), (str([user]), "a chat as a text")]
     prompts += [("<end>1=", "it is a chat as a text: a list of messages is needed")]
     prompts += [([user], "content"), ([{"from": "human", "value": "1="}], "role")]
     prompts += [([user | {"content": [{"type": "text", "text": "1="}]}], "can only concatenate")]
-    prompts += [([{"role": "system", "content": "1"}, user], "drop --system_prompt")]
+    prompts += [([{"role": "system", "content": "1"}], "drop --system_prompt")]
     rows["jsonl"] += [(json.dumps({"prompt": prompt}), reason) for prompt, reason in prompts]
     tokenizer = tiny_tokenizer("{{ messages[-1]['content'] + '=' }}")
     for kind, first in {"csv": "prompt,answer\n1=,1\n", "jsonl": '{"prompt": "1="}\n'}.items():
@@ -1102,8 +1099,7 @@ def test_chat_templates_end_with_the_assistant_s_turn_or_what_it_began_which_is_
     cases += [(told, chat, "761293"), (told, "12", "76129=0")]
     for config, prompt, text in cases:
         given, ids = dppo.encode_prompt(prompt, config, tokenizer)
-        assert given == prompt  # a text stays a text
-        assert tokenizer.decode(ids) == text
+        assert (given, tokenizer.decode(ids)) == (prompt, text)  # a text stays a text
     mentioned = dppo.encode_prompt("1<end>2", plain, tokenizer)[1]
     assert tokenizer.decode(mentioned).startswith("1<end>29")  # in the template
     ends = transformers.ByT5Tokenizer(extra_ids=0)  # what it encodes, but no prompt
@@ -1138,12 +1134,9 @@ def test_what_is_evaluated_is_not_trained_on(user, monkeypatch, capsys, tmp_path
     rows = [{"question": f"{a}=", "answer": f"{a}"} for a in range(100, 106)]
     write_rows("some.jsonl", *rows[:4])
     write_rows("more.jsonl", *rows[3:])
-    for sets, most, sizes in (
-        ("", 10, {"held out": 10}),
-        ("", 256, {"held out": 16}),  # at most a fifth
-        ("", 0, {}),
-        ("some.jsonl,more.jsonl", 3, {"some.jsonl": 3, "more.jsonl": 3}),
-    ):
+    cases = [("", 10, {"held out": 10}), ("", 256, {"held out": 16}), ("", 0, {})]  # a fifth
+    cases += [("some.jsonl,more.jsonl", 3, {"some.jsonl": 3, "more.jsonl": 3})]
+    for sets, most, sizes in cases:
         settings = user | {"eval_dataset": sets, "eval_prompts": most}
         task, other = dppo.load_task(Config(**settings)), dppo.load_task(Config(**settings, seed=1))
         assert {name: len(examples) for name, examples in task.evals.items()} == sizes
@@ -1156,10 +1149,11 @@ def test_what_is_evaluated_is_not_trained_on(user, monkeypatch, capsys, tmp_path
         assert f"{len(trained)} prompts to train, to evaluate {told}\n" in capsys.readouterr().out
 
 
-# ==== 13. The embedded task ====
+# ==== 13 and 14. The embedded task, and settings ====
 def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(monkeypatch):
     monkeypatch.setattr(dppo, "warm_started", lambda tokenizer: tiny_model(vocab_size=259))
-    task, other = dppo.load_task(Config(eval_prompts=300)), dppo.load_task(Config(eval_prompts=0))
+    task = dppo.load_task(Config(eval_prompts=300))
+    other = dppo.load_task(Config(eval_prompts=0, seed=1))
     for size, low, high in dppo.SORTING.values():
         of_class = [e for e in task.train if low <= len(e["answer"]) <= high]
         assert len(of_class) == size
@@ -1169,15 +1163,14 @@ def test_the_embedded_task_has_its_classes_and_evaluates_the_middle_one(monkeypa
     assert name == "middle" and len(evaluated) == 300 and other.evals == {}
     assert not {e["prompt"] for e in evaluated} & {e["prompt"] for e in task.train}
     assert {len(e["answer"]) for e in evaluated} <= {9, 10, 11, 12}
-    assert task.train == other.train == dppo.sorting_task(Config(seed=1)).train
+    assert task.train == other.train
 
 
 def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkeypatch):
     def train_step(model, optimizer, sequences, A, shares, *_):
         model.lm_head.weight.data += sum(sequences[0].completion)
         assert 0 < optimizer.param_groups[0]["lr"] <= 2e-3
-        lengths = torch.tensor([len(answer) for _, answer in sequences])
-        assert torch.allclose(shares * lengths, A / 64)  # each counts the same
+        assert torch.allclose(shares * torch.tensor([len(a) for _, a in sequences]), A / 64)
         assert all(a[:-1] == sorted(p[:-1]) for p, a in sequences if len(a) < 5)  # easy: right
 
     (tmp_path / "two" / "hub").mkdir(parents=True)  # as after other downloads
@@ -1192,27 +1185,19 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
     assert models[-1].config.eos_token_id == tokenizer.eos_token_id
 
 
-# ==== 14. Settings ====
-OWN = "--model model --dataset "
+OWN = "--model MODEL --dataset "
 REFUSED = [("--objective ppo", "--objective ppo is not one of grpo, dr_grpo")]
-REFUSED += [
-    ("--group 2", "unrecognized arguments: --group 2"),
-    ("--group_size 1", "must be from 2"),
-]
-REFUSED += [
-    ("--method " + 999 * "o", "--method ooo"),
-    ("--method json:loads", "no subclass of Rule"),
-]
+REFUSED += [("--group 2", "unrecognized arguments: --group"), ("--group_size 1", "must be from 2")]
+REFUSED += [("--method " + 999 * "o", "--method ooo"), ("--method json:loads", "is no subclass")]
 REFUSED += [("--method test_dppo:Given", "--method test_dppo:Given is no subclass of Rule")]
 REFUSED += [("--reward dppo:DPPO", "--reward dppo:DPPO is no function")]
 REFUSED += [("--reward test_dppo:none", "none is not one of gsm8k, exact: .* no attribute 'none'")]
 REFUSED += [("--reward mine.py:reward", "--reward mine.py:reward is not one of gsm8k, exact: ")]
 REFUSED += [("--model x", "--model or --dataset is missing"), ("--history .", "checkpoint.pt")]
 REFUSED += [("--output_dir .", "exists"), ("--resume none", "none/config.json")]
-REFUSED += [("--resume model", "keys are not used")]  # config.json would be overwritten
-REFUSED += [(OWN + "word.jsonl", "1 rows of answer, question; 0 prompts, 1 not gradable")]
+REFUSED += [("--resume MODEL", "keys are not used")]  # config.json would be overwritten
 REFUSED += [(OWN + "one.jsonl --eval_dataset one.jsonl", "0 prompts, 1 repeated or evaluated")]
-REFUSED += [(OWN + "one.jsonl --prompt_column x", "set --prompt_column and --answer_column")]
+REFUSED += [(OWN + "one.jsonl --prompt_column x", "0 prompts, 1 empty .*: set --prompt_column")]
 REFUSED += [(OWN + "one.jsonl --reward dppo:exact --answer_column gold", "set --prompt_column")]
 REFUSED += [(OWN + "one.jsonl --chat_template_kwargs {", "--chat_template_kwargs must be a JSON")]
 REFUSED += [(OWN + "no/such/file.jsonl", "no/such/file.jsonl cannot be read: ")]
@@ -1221,19 +1206,16 @@ REFUSED += [("--model . --dataset one.jsonl", "[.] cannot be loaded")]  # in sev
 
 
 @pytest.mark.parametrize("arguments, message", REFUSED)
-def test_what_is_bad_is_told_in_a_line_at_once(arguments, message, monkeypatch, capsys, tmp_path):
+def test_what_is_bad_is_told_at_once(arguments, message, user, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     write_rows("one.jsonl", {"question": "1=", "answer": "1"})
-    write_rows("word.jsonl", {"question": "1=", "answer": "B"})
     Path("latin.csv").write_text("question,answer\n1=,\xe9", encoding="latin-1")
-    tiny_tokenizer("{{ messages[0]['content'] + '=' }}").save_pretrained("model")
-    tiny_model().config.save_pretrained("model")
     before = sorted(os.listdir())
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(dppo, "sorting_task", lambda config: tiny_task())
     monkeypatch.setattr(dppo, "warm_started", lambda tokenizer: tiny_model())
     with pytest.raises(SystemExit, match="2"):
-        main(*arguments.split())
+        main(*arguments.replace("MODEL", user["model"]).split())
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert re.search(message, line) and len(line) < 480
     assert sorted(os.listdir()) == before
@@ -1277,11 +1259,10 @@ def test_evaluations_average_over_prompts_and_show_some_completions(monkeypatch)
     assert [call.prompts for call, _ in calls] == [[ids[q]] for q in (0, 1, 0, 1, 2, 0)]
     assert (result["accuracy of one"], result["accuracy of two"]) == (0.25, 0.6)  # of those given
     assert math.isnan(result["accuracy of three"]) and result["accuracy"] == pytest.approx(4 / 9)
-    shown = result["evaluation"]
-    assert [reward for *_, reward in shown[:5]] == [1, 0, 1, 0, 1]
-    assert [answer for _, answer, _ in shown[:2]] == [e["answer"] for e in task.train[:2]]
+    texts, answers, rewards = zip(*result["evaluation"][:5])
+    assert rewards == (1, 0, 1, 0, 1) and answers[1] == task.train[1]["answer"]
     sequences, _ = calls[1][1]
-    assert shown[1][0] == task.tokenizer.decode(sequences[0].completion)
+    assert texts[1] == task.tokenizer.decode(sequences[0].completion)
 
 
 def test_records_estimate_means_over_the_window_and_add_up_updates():
@@ -1315,39 +1296,37 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(dppo.tqdm, "set_description", mock.Mock())
     clipped, none = {"max_grad_norm": 1e-6}, [None, None, 1, 0, 1]  # for 40% of the completions
     for method, reward, more, told in (
-        (OURS, in_turn([0.5]), {}, "no update in 12 steps; zero_variance_fraction 1.00"),
+        (OURS, in_turn([0.5]), {"steps": 12}, "no update in 12 steps; zero_variance_fraction 1.00"),
         (OURS, in_turn([1], [1, 0], [1]), clipped, "the norm was clipped in 100% of the updates"),
-        (OURS, seldom_teaches, {"max_grad_norm": 1e6}, "rollout_worth 1.[1-9]"),
+        (OURS, seldom_teaches, {"steps": 12, "max_grad_norm": 1e6}, "rollout_worth 1.[1-9]"),
         ("grpo", in_turn([1, 0]), clipped, "truncated_fraction 0.[1-9]"),
         ("grpo", in_turn(none, [*none, 1e99]), {"objective": "dr_grpo"}, "updates_skipped 0.50"),
         ("grpo", in_turn(none), {}, "missing_fraction 0.40"),
     ):
         out, task = tmp_path / told[:9] / method, tiny_task(reward, evals=5)
-        task.train[0]["answer"] = datetime.date(2026, 1, 2)  # no JSON
-        run(out, task, method=method, steps=12, prompts_per_step=5, prompt_prune_rate=0.9, **more)
+        task.train[0]["answer"] = Path("12")  # no JSON
+        settings = {"steps": 6, "prompts_per_step": 5, "prompt_prune_rate": 0.9} | more
+        run(out, task, method=method, **settings)
         shown = capsys.readouterr().out
         last = shown.splitlines()[-1]
         assert re.search(told, last)
         for name in (*dppo.TOLD, "rollout_worth"):
-            assert f"{name} {sum(recorded(out, name)) / 12:.2f}" in last
+            assert f"{name} {sum(recorded(out, name)) / settings['steps']:.2f}" in last
         for part in ("no update in 12", "the norm was clipped"):
             assert (part in last) == (part in told)
         assert ("no update in 10 steps" in shown) == ("no update" in told)  # on the way
-        assert metrics(out)[0]["evaluation"][0][1] == "2026-01-02"
+        assert metrics(out)[0]["evaluation"][0][1] == "12"
     [description] = dppo.tqdm.set_description.call_args.args
     assert re.fullmatch(r"epoch \d\.\d, reward \S+", description)
 
 
-# ---- Interruptions and resuming
-class Counting(dppo.ProportionalDPPO):
-    """Our rule, but every look changes its memory."""
-
+class ChangedByLooks(dppo.ProportionalDPPO):
     def prompt_probabilities(self):
         self.memory["rewards"] *= 0.9
         return super().prompt_probabilities()
 
 
-SMALL = {"method": "test_dppo:Counting", "objective": "dapo", "prompts_per_step": 4}
+SMALL = {"method": "test_dppo:ChangedByLooks", "objective": "dapo", "prompts_per_step": 4}
 SMALL |= {"inner_epochs": 2, "learning_rate": 3e-2, "prompt_prune_rate": 0.9}
 
 
@@ -1380,7 +1359,6 @@ def test_a_run_with_history_in_two_parts_is_the_run_in_one(monkeypatch, tmp_path
     saved = transformers.AutoModelForCausalLM.from_pretrained(two / "model")
     assert torch.equal(saved.lm_head.weight, task.model.lm_head.weight)
     assert len(transformers.AutoTokenizer.from_pretrained(two / "model")) == 13
-
     # What is remembered prunes from the first step on, and no draw is made twice.
     last, (given, step) = metrics(first)[-1], steps[0]
     assert len(step.prompts) < step.N and given.mean_length == last["mean_length"]
@@ -1388,8 +1366,7 @@ def test_a_run_with_history_in_two_parts_is_the_run_in_one(monkeypatch, tmp_path
 
 
 def test_a_run_that_fails_goes_on_as_if_it_had_not(tmp_path):
-    # What fails, at which of its calls; the step that is saved. Step 2 has no update, others have
-    # two. With the seventh call of adam, one fails that has begun.
+    # What fails, at which of its calls; the step that is saved. In step 2, there is no update.
     failures = [("dppo.evaluate", 1, None), ("dppo.evaluate", 3, 4), ("dppo.evaluate", 4, 6)]
     failures += [("dppo.train_step", 7, 3), ("dppo.train_step", 8, 2)]
     failures += [("torch.optim.adam.adam", 7, 4), ("dppo.prune_completions", 5, 2)]
@@ -1468,7 +1445,7 @@ def test_ctrl_c_or_sigterm_ends_a_run_after_the_step_and_it_goes_on(monkeypatch,
     assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 8
 
 
-def test_a_reward_s_error_keeps_its_traceback_and_want_of_memory_gets_advice(user, monkeypatch):
+def test_a_fork_s_errors_keep_their_traceback_or_are_told_in_a_line(user, monkeypatch, capsys):
     own = ["--model", user["model"], "--dataset", user["dataset"], "--max_completion_tokens=8"]
     with pytest.raises(TypeError) as caught:
         main(*own, "--reward=json:loads")
@@ -1477,16 +1454,14 @@ def test_a_reward_s_error_keeps_its_traceback_and_want_of_memory_gets_advice(use
     monkeypatch.setattr(dppo, "sample", mock.Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(SystemExit, match="lower --micro_batch_tokens"):
         main(*own)
-
-
-def test_a_fork_that_imports_dppo_has_the_module_that_runs(monkeypatch, capsys, tmp_path):
+    # `import dppo` in a fork is the module that runs.
     fork = "import dppo, __main__\ndef reward(**_): raise dppo.Refused(f'{dppo is __main__}!')"
-    (tmp_path / "mine.py").write_text(fork)
-    monkeypatch.chdir(tmp_path)
+    Path(user["model"], "mine.py").write_text(fork)
+    monkeypatch.chdir(user["model"])
     monkeypatch.setitem(sys.modules, "dppo", dppo)  # what it is after the test, too
     monkeypatch.setattr(dppo, "main", lambda: runpy.run_path(dppo.__file__, run_name="__main__"))
     with pytest.raises(SystemExit, match="2"):
-        main("--reward=mine:reward")
+        main(*own, "--reward=mine:reward")
     assert "True!" in capsys.readouterr().err
 
 
