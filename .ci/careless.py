@@ -212,9 +212,9 @@ CHANGES = r"""
 - copy.deepcopy(task.model) if config.beta > 0
 # the reference is the model that is trained
 + task.model if config.beta > 0
-- rule.remember(prompts, rewards, A)
+- rule.remember(prompts.clone(), rewards
 # remembered for the first prompts of the window, not the survivors
-+ rule.remember(upcoming[: len(prompts)], rewards, A)
++ rule.remember(upcoming[: len(prompts)], rewards
 - if self.unbiased:
 # a biased rule keeps its weights
 + if True:
