@@ -35,8 +35,8 @@ is saved as "epochs, older rules".)
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
 0.1, ? is worth 0.2. Eight seeds, 100 steps; at the end, the share of guesses, and the accuracy on 9
-to 12 digits. Expected, after four seeds of b079a0a: guesses of at most 0.1 with weights, of at
-least 0.9 without them.
+to 12 digits: mean, lowest and highest. Expected, after four seeds (of b079a0a, whose
+dppo-proportional was another): guesses of at most 0.1 with weights, of at least 0.9 without them.
 
 DIGITS: does our rule learn as much from fewer rollouts? 250 steps, eight seeds: grpo, grpo-skip,
 dppo (both rates 0.7), and dppo-proportional with 0.9 for prompts and 0.7 for completions, with 0.9
