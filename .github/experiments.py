@@ -319,15 +319,15 @@ def make_runs(name, seeds, task):
 
 
 # ==== Analyses: what was decided beforehand ====
-def interval(values):
+def interval(values, digits=4):
     """Mean and 95% t-interval of paired differences."""
     half = T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5
-    return [round(mean(values) + shift, 4) for shift in (0, -half, half)]
+    return [round(mean(values) + shift, digits) for shift in (0, -half, half)]
 
 
 def ratios(values):
     """The same of ratios, by their logarithms."""
-    return [round(math.exp(value), 3) for value in interval([math.log(ratio) for ratio in values])]
+    return [round(math.exp(x), 3) for x in interval([*map(math.log, values)], digits=15)]
 
 
 def verdict(of_interval, bound, above, below):
