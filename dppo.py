@@ -1056,7 +1056,7 @@ def encode_prompt(prompt, config, tokenizer):
         return prompt, []
     if isinstance(prompt, str):
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        if prompt.startswith((*map(str, special),)) or re.match(r"\s*\[\s*\{\s*.role", prompt):
+        if prompt.startswith(tuple(map(str, special))) or re.match(r"\s*\[\s*\{\s*.role", prompt):
             raise Refused("it is a chat as a text: a list of messages is needed")
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)

@@ -826,7 +826,7 @@ def test_prompts_that_always_or_never_succeed_teach_their_bins_to_be_worth_littl
     limit = rule.limit_of_step(torch.arange(3).repeat(40))
     rewards[0, 0] = -100
     rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
-    assert rule.range_of_rewards() == (0, 1)
+    assert rule.range_of_rewards() == (0, 1) and rule.expected_squares()[0] < 0.04
     assert limit - 2 < rule.limit_of_step(torch.arange(3).repeat(40)) < limit + 2 < 32
     # Of rewards that are all equal but for rounding, none is a success.
     for reward in (0.3, -0.1, 0.0):
@@ -891,8 +891,9 @@ def test_only_models_that_sample_as_they_train_are_accepted(name, more, reason, 
             dppo.check_sampling(task, config)
     else:
         dppo.check_sampling(task, config)
-        task.train[0]["prompt_ids"] = [5]  # nor does a prompt of one token do harm
         dppo.check_sampling(task, dataclasses.replace(config, cuda_graphs=True))
+        task.train[0]["prompt_ids"] = [5]  # nor does a prompt of one token do harm
+        dppo.check_sampling(task, config)
 
 
 @pytest.mark.parametrize("change", [0.01, math.nan])
@@ -1218,6 +1219,7 @@ def test_settings_that_would_train_on_nonsense_are_refused_and_others_win_over_d
                 with pytest.raises(ValueError, match=f"^--{name} {nonsense} must"):
                     Config(**{name: nonsense})
     Config(**dict.fromkeys(least, 1) | {"group_size": 2})  # the least is accepted
+    assert (Config(epochs=2).steps, Config(epochs=2, steps=9).steps) == (10**9, 9)
     assert (Config().temperature, Config(temperature=1.0).temperature) == (0.7, 1.0)
     assert Config(**user).temperature == 1.0 and Config(**user, temperature=0.7).temperature == 0.7
 
@@ -1303,8 +1305,7 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
             assert (part in last) == (part in told)
         assert ("no update in 10 steps" in shown) == ("no update" in told)  # on the way
         assert metrics(out)[0]["evaluation"][0][1] == "12"
-    [description] = dppo.tqdm.set_description.call_args.args
-    assert re.fullmatch(r"epoch \d\.\d, reward \S+", description)
+    assert re.fullmatch(r"epoch \d\.\d, reward \S+", *dppo.tqdm.set_description.call_args.args)
 
 
 class ChangedByLooks(dppo.ProportionalDPPO):
@@ -1331,7 +1332,8 @@ def assert_same_run(one, other):
 def test_a_run_of_some_epochs_with_history_in_two_parts_is_the_run_in_one(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     first, one, two = Path("first"), Path("one"), Path("two")
-    run(first, tiny_task(seldom_teaches), **SMALL, steps=9)
+    run(first, tiny_task(seldom_teaches), **SMALL, epochs=1)
+    assert recorded(first, "step") == [1, 2, 3, 4]  # of 4 prompts each
     [steps] = spy(monkeypatch, "dppo_step")
     for module, name in ((torch, "load"), (transformers, "set_seed")):
         monkeypatch.setattr(module, name, mock.Mock(wraps=getattr(module, name)))
@@ -1422,15 +1424,16 @@ def test_ctrl_c_or_sigterm_ends_a_run_after_the_step_and_it_goes_on(monkeypatch,
     reward = partial(interrupted, lengths_reward, signal.SIGTERM, itertools.count(-6))
     monkeypatch.setattr(dppo, "load_task", lambda config: tiny_task(reward))
     with pytest.raises(SystemExit, match="130"):
-        main("--epochs=9", "--prompts_per_step=4", "--output_dir=one", "--save_every=0")
-    out = tmp_path / "one"
-    assert f"go on with: python dppo.py --resume='{out}'" in capsys.readouterr().out
+        main("--steps=9", "--prompts_per_step=4", "--output_dir=one", "--save_every=0")
+    out, shown = tmp_path / "one", capsys.readouterr()
+    assert f"go on with: python dppo.py --resume='{out}'" in shown.out
+    assert "|" not in shown.err  # without a terminal there is no bar
     assert recorded(out, "step") == [1, 2, 3, 4, 5, 6] and (out / "model").exists()
     save = partial(interrupted, torch.save, signal.SIGINT, itertools.count(0))
     monkeypatch.setattr(torch, "save", save)
-    main("--steps=8", f"--resume={out}")  # interrupted again, while it saves
-    assert recorded(out, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 8
+    main("--epochs=4", f"--resume={out}")  # in place of steps; interrupted while it saves
+    last = torch.load(out / "checkpoint.pt")["records"][-1]
+    assert last["candidates_so_far"] >= 4 * 16 and last["step"] == recorded(out, "step")[-1] > 9
 
 
 def test_a_fork_s_errors_keep_their_traceback_or_are_told_in_a_line(user, monkeypatch, capsys):
@@ -1442,7 +1445,6 @@ def test_a_fork_s_errors_keep_their_traceback_or_are_told_in_a_line(user, monkey
     monkeypatch.setattr(dppo, "sample", mock.Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(SystemExit, match="lower --micro_batch_tokens"):
         main(*own)
-    # `import dppo` in a fork is the module that runs.
     fork = "import dppo, __main__\ndef reward(**_): raise dppo.Refused(f'{dppo is __main__}!')"
     Path(user["model"], "mine.py").write_text(fork)
     monkeypatch.chdir(user["model"])
