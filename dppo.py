@@ -451,7 +451,7 @@ def rollout(task, examples, samples, config):
     prompts = [example["prompt_ids"] for example in examples]
     sequences = []
     size = max(1, config.rollout_batch_size // samples)
-    for start in tqdm(range(0, len(prompts), size), "rollout", leave=False, delay=5):
+    for start in tqdm(range(0, len(prompts), size), "rollout", leave=False, delay=5, disable=None):
         sequences += sample(task, prompts[start : start + size], samples, config)[0]
     rewards = reward_completions(task, examples, sequences)
     return sequences, rewards, time.perf_counter() - started_at
@@ -1062,7 +1062,8 @@ def encode_prompt(prompt, config, tokenizer):
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
             return prompt, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         messages = [{"role": "user", "content": prompt}]
-    if not isinstance(messages, list) or any(m.get("content") is None for m in messages):
+    is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if not is_chat or any(m.get("role") is None or m.get("content") is None for m in messages):
         raise Refused(f"{prompt!r:.60} is no text, and no list of messages with role and content")
     if system and messages[0]["role"] == "system":
         raise Refused("it has a system message: drop --system_prompt")
@@ -1117,7 +1118,7 @@ def warm_started(tokenizer):
     optimizer = MasterAdam(model, 2e-3)
     config = Config(temperature=1.0)
     rng = random.Random(0)
-    for step in tqdm(range(400), "warm start, the first time only"):
+    for step in tqdm(range(400), "warm start, the first time only", disable=None):
         sequences = []
         for name, noise in rng.choices([("easy", 0.0), ("middle", 0.2)], k=64):
             example = sorting_example(name, rng, tokenizer)
@@ -1277,7 +1278,8 @@ def account_of(records, config):
         return []
     told = [] if steps[-1]["updates"] > start["updates"] else [f"no update in {len(steps)} steps"]
     for name in (*TOLD, "rollout_worth"):
-        told.append(f"{name} {fmean(record[name] for record in steps):.2f}")
+        values = torch.tensor([record[name] for record in steps], dtype=torch.float64)
+        told.append(f"{name} {values.nanmean():.2f}")  # NaN where a step had no reward at all
     norms = [record["grad_norm"] for record in steps if 0 < record["grad_norm"] < math.inf]
     clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
     has_weights = any(record["weight_max"] > 1 for record in steps)
@@ -1448,6 +1450,7 @@ def train(config, task):
                 task.model.save_pretrained(run.out / "model")
                 task.tokenizer.save_pretrained(run.out / "model")
         on_signals(signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     start, *steps = run.records
     told = []

@@ -278,8 +278,8 @@ class Given:
             groups = [SEQUENCES[G * q : G * (q + 1)] for q in prompts]
             return sum(groups, []), rewards[prompts], 0.0
 
-        # An example is its prompt's number.
-        task = Task(range(6), {}, None, None, self.model, reference=self.reference)
+        examples = range(6)  # an example is its prompt's number
+        task = Task(examples, {}, None, None, self.model, reference=self.reference)
         rule.config = dataclasses.replace(rule.config, **self.settings)
         inputs = (torch.tensor(upcoming), mean_length, torch.Generator())
         with mock.patch.object(dppo, "rollout", rollout):
@@ -841,20 +841,21 @@ def test_prompts_that_always_or_never_succeed_teach_their_bins_to_be_worth_littl
 def test_epochs_and_seeds_have_orders_and_random_numbers_of_their_own(monkeypatch, tmp_path):
     windows, updates = spy(monkeypatch, "prune_prompts", "train_step")
     monkeypatch.setattr(transformers, "set_seed", mock.Mock(wraps=transformers.set_seed))
-    for seed in (0, 9999):
+    for seed, warmup in ((0, 10), (9999, 4)):
         task = tiny_task(seldom_teaches, prompts=24, evals=0)
-        run(tmp_path / str(seed), task, seed=seed, steps=6, prompts_per_step=12)
+        settings = {"seed": seed, "warmup_steps": warmup, "prompts_per_step": 12}
+        run(tmp_path / str(seed), task, **settings, steps=6)
     sizes = [(N, len(prompts)) for _, (N, prompts, _) in windows]
     assert max(sizes) > (24, 10) and min(B for _, B in sizes) > 10  # full, from several epochs
     seen = torch.cat([window.upcoming[:N] for window, (N, *_) in windows[:6]])
     first, second, other = seen[:24], seen[24:48], windows[6][0].upcoming[:24]
-    for epoch in (first, second, other):
-        assert sorted(epoch.tolist()) == list(range(24))  # each once
+    assert all(sorted(epoch.tolist()) == list(range(24)) for epoch in (first, second, other))
     assert not first.equal(second) and not first.equal(other)
     for least, end in ((0, 44), (40, 60)):
         assert dppo.next_prompts(20, 24, seed=0, least=least).equal(seen[20:end])
     assert recorded(tmp_path / "0", "epoch")[:2] == [12 / 24, 1]
-    assert updates[0][0].optimizer.param_groups[0]["lr"] == pytest.approx(5e-5 * 6 / 10)
+    rates = [update.optimizer.param_groups[0]["lr"] for update, _ in (updates[0], updates[-1])]
+    assert rates == pytest.approx([5e-5 * 6 / 10, 5e-5])  # during the warm-up, and after it
     own = {window.generator.initial_seed() for window, _ in windows}
     others = [call.args[0] for call in transformers.set_seed.call_args_list]
     assert len(own) == 12 and not own & set(others)
@@ -1163,7 +1164,7 @@ def test_first_runs_teach_the_same_model_and_later_ones_take_it(tmp_path, monkey
 
     (tmp_path / "two" / "hub").mkdir(parents=True)  # as after other downloads
     monkeypatch.setattr(dppo, "train_step", mock.Mock(side_effect=train_step))
-    monkeypatch.setattr(dppo, "tqdm", lambda steps, _: steps[::20])  # 20 of the 400
+    monkeypatch.setattr(dppo, "tqdm", lambda steps, *_, **more: steps[::20])  # 20 of the 400
     tokenizer, models = transformers.ByT5Tokenizer(extra_ids=0), []
     for cache in ("one", "two", "two"):
         monkeypatch.setenv("TORCH_HOME", str(tmp_path / cache))
@@ -1296,14 +1297,13 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
         task.train[0]["answer"] = Path("12")  # no JSON
         settings = {"steps": 6, "prompts_per_step": 5, "prompt_prune_rate": 0.9} | more
         run(out, task, method=method, **settings)
-        shown = capsys.readouterr().out
-        last = shown.splitlines()[-1]
+        *before, last = capsys.readouterr().out.splitlines()
         assert re.search(told, last)
         for name in (*dppo.TOLD, "rollout_worth"):
             assert f"{name} {sum(recorded(out, name)) / settings['steps']:.2f}" in last
         for part in ("no update in 12", "the norm was clipped"):
             assert (part in last) == (part in told)
-        assert ("no update in 10 steps" in shown) == ("no update" in told)  # on the way
+        assert ("no update in 10 steps" in " ".join(before)) == ("no update" in told)
         assert metrics(out)[0]["evaluation"][0][1] == "12"
     assert re.fullmatch(r"epoch \d\.\d, reward \S+", *dppo.tqdm.set_description.call_args.args)
 
