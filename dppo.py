@@ -1394,8 +1394,8 @@ class Run:
         record |= {"candidates_so_far": seen, "epoch": seen / len(self.task.train)}
         record |= {"rollout_seconds": step.rollout_seconds, "train_seconds": seconds}
         record["rollout_worth"] = config.prompts_per_step / step.limit
-        for name, value in self.rule.memory.items():
-            self.memory[name] = torch.as_tensor(value).clone()
+        memory = self.rule.memory  # a number of numpy's could not be loaded again
+        self.memory = {name: torch.as_tensor(memory[name]).clone() for name in memory}
         self.records.append(record)
         return record
 
