@@ -319,7 +319,7 @@ class Sequence(NamedTuple):
     completion: list  # likewise, with its end id unless cut
 
 
-BLOCK = 1  # tokens after which rows that have ended leave; 64 with --cuda_graphs
+BLOCK = 1  # tokens, at least, after which rows that have ended leave: 64 with --cuda_graphs
 
 
 class RoomyCache(transformers.DynamicCache):
@@ -354,21 +354,20 @@ def capture(forward):
 
 
 @torch.inference_mode()
-def decode(model, input_ids, generation_config, samples, temperature, end_ids, block, **inputs):
-    """(prompts, tokens) ids -> (prompts * samples, max_new_tokens) ids of completions, -1 after
-    their end; their log-probabilities, for check_sampling alone. `model.generate` runs this loop in
-    place of its own, which may apply top_k and the like: softmax(logits/temperature) is sampled, as
-    it is trained. In blocks, a CUDA graph launches all kernels of a token at once, which is faster,
-    but only on tensors that do not move. So these get room for a block of tokens."""
-    cache_name = "cache" if "cache" in inputs else "past_key_values"  # the latter until v5.23
-    cache, mask = inputs[cache_name], inputs["attention_mask"]
-    mask = torch.ones_like(input_ids) if mask is None else mask  # None: no padding
-    if {type(layer) for layer in cache.layers} != {transformers.DynamicLayer}:
-        block = 1  # a cache with windows moves
+def decode(model, input_ids, generation_config, samples, temperature, end_ids, mask, block, **rest):
+    """(prompts, tokens) ids and mask -> (prompts * samples, max_new_tokens) ids of completions, -1
+    after their end; their log-probabilities, for check_sampling alone. `model.generate` runs this
+    loop in place of its own, which may apply top_k and the like: here softmax(logits/temperature)
+    is sampled, as it is trained. A CUDA graph launches all kernels of a token at once, but only on
+    tensors that do not move, so these get room for a block of tokens."""
+    cache_name = "cache" if "cache" in rest else "past_key_values"  # the latter until v5.23
+    cache, start = rest[cache_name], input_ids.shape[1]
+    is_plain = {type(layer) for layer in cache.layers} == {transformers.DynamicLayer}
+    block = max(block, BLOCK) if is_plain else 1  # a cache with windows moves
     new, column = input_ids, input_ids.new_zeros(1)  # to be read next; their place in the cache
     rows = torch.arange(len(new) * samples, device=new.device)  # that have not left
     ended = torch.zeros_like(rows, dtype=torch.bool)
-    tokens = new.new_full((len(rows), generation_config.max_new_tokens), -1)
+    tokens = new.new_full((len(rows), start + generation_config.max_new_tokens), -1)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
 
     def forward():
@@ -379,58 +378,55 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, b
         state = {"attention_mask": shown, "position_ids": positions, cache_name: cache}
         return model(new, **state, logits_to_keep=1).logits[:, -1].float() / temperature
 
-    # Read each prompt once.
-    logits = forward().repeat_interleave(samples, dim=0)
-    cache.batch_repeat_interleave(samples)
-    mask = mask.repeat_interleave(samples, dim=0)
     read = forward
-    for t in range(tokens.shape[1]):
+    logits = read().repeat_interleave(samples, dim=0)  # each prompt is read once
+    mask = mask.repeat_interleave(samples, dim=0)
+    cache.batch_repeat_interleave(samples)
+    for end in range(start, tokens.shape[1]):
         # Sample one token for each row.
         log_p = logits.log_softmax(dim=-1)
         drawn = log_p.exp().multinomial(1)
-        tokens[rows, t] = drawn[:, 0].masked_fill(ended, -1)
-        logprobs[rows, t] = log_p.gather(1, drawn)[:, 0]
+        tokens[rows, end] = drawn[:, 0].masked_fill(ended, -1)
+        logprobs[rows, end] = log_p.gather(1, drawn)[:, 0]
         ended |= torch.isin(drawn[:, 0], end_ids)
-        if t + 1 == tokens.shape[1]:
+        if ended.all() or end + 1 == tokens.shape[1]:
             break
 
         # Read it. Where a block is full, rows that have ended leave, and the others get more room.
-        end = input_ids.shape[1] + t
         column.fill_(end)
         if end < mask.shape[1]:
             new.copy_(drawn)
         else:
             live = ended.logical_not().nonzero()[:, 0]
-            if len(live) == 0:
-                break
             if len(live) < len(rows):
                 cache.batch_select_indices(live)
             rows, ended, new = rows[live], ended[live], drawn[live]
             room = block - end % block
             mask = torch.nn.functional.pad(mask[live], (0, room))
             if block > 1:
-                read = None  # frees the last graph
                 cache = RoomyCache(cache, room, column)
                 read = capture(forward)
         mask[:, end] = 1
         logits = read()
-    return tokens, logprobs
+    return tokens[:, start:], logprobs[:, start:]
 
 
 def sample(task, prompts, samples, config):
     """Lists of prompt ids -> `samples` sequences of each; (tokens,) their log-probabilities."""
     ids = [torch.tensor(prompt, device=task.model.device) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
+    mask = (ids >= 0).long()
     tokens, logprobs = task.model.generate(
         ids.clamp(min=0),
-        attention_mask=(ids >= 0).long(),
+        attention_mask=mask,
         max_new_tokens=config.max_completion_tokens,
         # What decode gets:
         custom_generate=decode,
         samples=samples,
         temperature=config.temperature,
         end_ids=ids.new_tensor(task.end_ids),
-        block=64 if config.cuda_graphs else BLOCK,
+        mask=mask,  # attention_mask may be None
+        block=64 if config.cuda_graphs else 1,
         # Against what the model's own generation_config may have:
         cache_implementation="dynamic",
         use_cache=True,
@@ -710,30 +706,24 @@ class ProportionalDPPO(Rule):
         return needed * proportional_probabilities(scores, self.config.completion_prune_rate, top)
 
     def remember(self, prompts, rewards, advantages):
-        memory = self.memory
-        bins = self.bin_of_prompts()  # before this visit
-        most = self.range_of_rewards()[1] ** 2 / 4  # a mean A^2 without the std, but for outliers
-        if self.config.objective != "dr_grpo" or most == 0:
-            most = math.inf
+        memory, bins = self.memory, self.bin_of_prompts()  # by the visits before this one
+        most = math.inf  # of a mean A^2, but for outliers
+        if self.config.objective == "dr_grpo":
+            most = self.range_of_rewards()[1] ** 2 / 4 or math.inf
         for name in ("visits", "squares", "prior_visits"):
             memory[name] *= self.forget
 
         for q, group, A in zip(prompts, rewards, advantages):
             given = group[~group.isnan()]
-            if len(given) > 0:
-                memory["lowest"][q], memory["highest"][q] = given.aminmax()
-            if len(given) > 0 and bins[q] >= 0:
+            if len(given) == 0:  # no visit
+                continue
+            memory["lowest"][q], memory["highest"][q] = given.aminmax()
+            memory["rewards"][q] = self.decay * memory["rewards"][q] + given.sum()
+            memory["count"][q] = self.decay * memory["count"][q] + len(given)
+            if bins[q] >= 0:
                 # Unweighted, as all visited prompts of a bin were kept with the same pi.
                 memory["visits"][bins[q]] += 1
                 memory["squares"][bins[q]] += A.square().mean().clamp(max=most)
-
-        lowest, _ = self.range_of_rewards()
-        if math.isnan(lowest):  # no reward was ever given
-            return
-        for q, group in zip(prompts, rewards):
-            reward = group.nanmean().nan_to_num(lowest)  # a group without rewards has failed
-            memory["rewards"][q] = self.decay * memory["rewards"][q] + len(group) * reward
-            memory["count"][q] = self.decay * memory["count"][q] + len(group)
 
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional": ProportionalDPPO}
@@ -788,10 +778,10 @@ def refusing(what):
     """Turns what fails inside into Refused, but for want of memory, which needs other advice."""
     try:
         yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise
-        cause = error.__cause__ or error.__context__ or ""  # an error may say nothing itself
+        cause = error.__context__ or ""  # such as a full disk, of which torch's own says nothing
         raise Refused(f"{what}{error} {cause}") from error
 
 
@@ -903,15 +893,11 @@ class Task:
 
 
 def load_task(config):
-    """The user's task, or the embedded one. Data and reward are tried first."""
+    """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
     task = user_task(config) if config.model else sorting_task(config)
     task.evals = {name: examples for name, examples in task.evals.items() if examples}
     some = task.train[:99]
-    try:
-        reward_completions(task, some, [Sequence([], [])] * len(some))
-    except Exception as error:
-        error.add_note(f"Tried on empty completions of prompts like {some[0]['prompt']!r:.60}")
-        raise
+    reward_completions(task, some, [Sequence([], [])] * len(some))
     if config.model:
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded: "):
@@ -921,9 +907,9 @@ def load_task(config):
     task.model = model.to(DEVICE).eval()
     task.end_ids = end_ids_of(model, task.tokenizer)
     check_sampling(task, config)
-    sizes = [f"{len(examples)} of {name}" for name, examples in task.evals.items()]
-    told = f"{model.dtype} on {DEVICE}, {len(task.train)} prompts to train"
-    print(f"{told}, to evaluate {', '.join(sizes) or 'none'}")
+    evaluated = sum(map(len, task.evals.values()))
+    told = f"{len(task.train)} prompts to train, {evaluated} to evaluate"
+    print(f"{told}; {model.dtype} on {DEVICE}")
     return task
 
 
@@ -983,9 +969,7 @@ def read_rows(spec, split):
     """The rows of a file or of path[[:config]:split]. Those of json and csv are read as they stand,
     since a table would have one type for a column, and 124 for 0124."""
     kind = Path(spec).suffix.lower()
-    if not Path(spec).is_file() and kind in (".json", ".jsonl", ".csv", ".parquet"):
-        raise Refused("there is no such file")
-    if not Path(spec).is_file():
+    if kind not in (".json", ".jsonl", ".csv", ".parquet") and not Path(spec).is_file():
         path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
         *names, split = names or [split]
         return datasets.load_dataset(path, *names, split=split)
@@ -1271,12 +1255,17 @@ def record_of(step, task):
 TOLD = ("zero_variance_fraction", "missing_fraction", "truncated_fraction", "updates_skipped")
 
 
-def account_of(records, config):
-    """What to tell of the steps after the first of these records: a list of texts."""
+def summary(records, config):
+    """What to tell of a whole run: accuracies, means over its steps, and what undid its weights."""
     start, *steps = records
+    told = []
+    for name in start:
+        if name.startswith("accuracy of "):
+            told.append(f"{name} {start[name]:.2f} -> {records[-1][name]:.2f}")
     if not steps:
-        return []
-    told = [] if steps[-1]["updates"] > start["updates"] else [f"no update in {len(steps)} steps"]
+        return told
+    seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in steps)
+    told.append(f"{seconds:.0f} s of training with {records[-1]['updates']} updates")
     for name in (*TOLD, "rollout_worth"):
         values = torch.tensor([record[name] for record in steps], dtype=torch.float64)
         told.append(f"{name} {values.nanmean():.2f}")  # NaN where a step had no reward at all
@@ -1285,7 +1274,7 @@ def account_of(records, config):
     has_weights = any(record["weight_max"] > 1 for record in steps)
     if config.rule_class.unbiased and has_weights and clipped > 0.5:
         told.append(f"the norm was clipped in {clipped:.0%} of the updates, which undoes weights")
-        told[-1] += ": raise --max_grad_norm or --prompts_per_step"
+        told.append("raise --max_grad_norm or --prompts_per_step")
     return told
 
 
@@ -1318,7 +1307,6 @@ class Run:
         self.optimizer = MasterAdam(task.model, config.learning_rate)
         task.reference = copy.deepcopy(task.model) if config.beta > 0 else None
         self.records = [dict.fromkeys(("step", "updates", "candidates_so_far", "mean_length"), 0)]
-        self.is_stopped = False  # by Ctrl-C, or as a cluster does
         new = time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(config.resume or config.output_dir or new).absolute()
         if config.resume and (self.out / "checkpoint.pt").exists():
@@ -1360,12 +1348,6 @@ class Run:
         with writing(self.out / "checkpoint.pt") as path, path.open("wb") as file:
             torch.save(saved, file)
 
-    def stop(self, *_):
-        self.is_stopped = True
-        on_signals(signal.default_int_handler)
-        with suppress(OSError):  # Ctrl-C also ends what reads a pipe
-            print("\nstops after this step; Ctrl-C again stops at once", file=sys.stderr)
-
     def progress(self):
         """Steps or, with --epochs, candidates: how many there were, and how many there will be."""
         start, last, epochs = self.records[0], self.records[-1], self.config.epochs
@@ -1400,7 +1382,7 @@ class Run:
         return record
 
     def log(self, bar):
-        """Evaluates if it is time, writes the last record, and tells what cannot wait."""
+        """Evaluates if it is time, and writes the last record."""
         record, every = self.records[-1], self.config.eval_every or math.inf
         done, total = self.progress()
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
@@ -1408,30 +1390,17 @@ class Run:
             bar.write(f"step {record['step']}: accuracy {record['accuracy']:.2f}")
         with refusing(f"{self.out}: "), (self.out / "metrics.jsonl").open("a") as file:
             file.write(line_of(record))
-        recent = self.records[-11:]
-        is_stalled = len(recent) == 11 and record["updates"] == recent[0]["updates"]
-        if is_stalled and record["step"] % 10 == 0:
-            bar.write("; ".join(account_of(recent, self.config)))
         bar.update(done - bar.n)
-
-
-def on_signals(handler):
-    """For Ctrl-C, and for the end of a job's time on a cluster."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
 
 
 def train(config, task):
     """Makes a run, or its rest. Its last whole step is saved, unless it ends amid an update."""
     run = Run(config, task)
-    on_signals(run.stop)
     done, total = run.progress()
     try:
         with tqdm(total=total, initial=done, disable=None) as bar:
             run.log(bar)
             while done < total:
-                if run.is_stopped:
-                    raise KeyboardInterrupt
                 record = run.make_step()
                 bar.set_description("epoch {epoch:.1f}, reward {reward:.2f}".format(**record))
                 run.log(bar)
@@ -1449,20 +1418,13 @@ def train(config, task):
             with refusing(f"{run.out}/model: "):
                 task.model.save_pretrained(run.out / "model")
                 task.tokenizer.save_pretrained(run.out / "model")
-        on_signals(signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    start, *steps = run.records
-    told = []
-    for name in [f"accuracy of {name}" for name in task.evals]:
-        told.append(f"{name} {start[name]:.2f} -> {last[name]:.2f}")
-    seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in steps)
-    told += [f"{seconds:.0f} s of training", *account_of(run.records, config)]
-    print("; ".join([*told, f"results are in {run.out}"]))
+    print("; ".join([*summary(run.records, config), f"results are in {run.out}"]))
 
 
 def main():
     sys.path.append("")  # module:name may be in the current folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster stops as Ctrl-C does
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     parser = transformers.HfArgumentParser(Config, usage="dppo.py [options]", allow_abbrev=False)

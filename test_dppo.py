@@ -805,11 +805,10 @@ def test_a_score_is_what_others_of_that_rate_had_next_at_any_scale(objective, lo
     pi = rule.prompt_probabilities()
     assert pi[:6].allclose(1 - 0.5 * (1 - (expected[:6] / expected[:6].max()).sqrt()))
     assert pi[6:].eq(1).all()
-    # Sums decay. A missing reward is like the rest of its group or, without any, the lowest.
-    visit([6], missing)
+    # Sums decay. Missing rewards count for nothing.
     d = rule.decay
-    counts = torch.tensor([4 * d**2 + 4 * d + 4, 4 * d + 4, 4, 4, 4, 4 * d + 4, 4, 0, 0]).double()
-    right = torch.tensor([4 * d**2 + 2 * d + 2, 2 * d + 4, 2, 0, 1, 2 * d, 0, 0, 0]).double()
+    counts = torch.tensor([4 * d**2 + 2 * d + 2, 4 * d + 4, 4, 4, 4, 4, 0, 0, 0]).double()
+    right = torch.tensor([4 * d**2 + d + 1, 2 * d + 4, 2, 0, 1, 2, 0, 0, 0]).double()
     assert rule.memory["count"].allclose(counts)
     assert rule.memory["rewards"].allclose(low * counts + size * right)
 
@@ -1134,8 +1133,8 @@ def test_what_is_evaluated_is_not_trained_on(user, monkeypatch, capsys, tmp_path
         assert not evaluated & set(trained) and len(trained) == 80 - len(evaluated)
         assert trained != sorted(trained)  # shuffled
         assert (task.train, task.evals) == (other.train, other.evals)  # not by the seed
-        told = ", ".join(f"{size} of {name}" for name, size in sizes.items()) or "none"
-        assert f"{len(trained)} prompts to train, to evaluate {told}\n" in capsys.readouterr().out
+        told = f"{len(trained)} prompts to train, {sum(sizes.values())} to evaluate"
+        assert told in capsys.readouterr().out
 
 
 # ==== 13 and 14. The embedded task, and settings ====
@@ -1189,7 +1188,7 @@ REFUSED += [(OWN + "one.jsonl --eval_dataset one.jsonl", "0 prompts, 1 repeated 
 REFUSED += [(OWN + "one.jsonl --prompt_column x", "0 prompts, 1 empty .*: set --prompt_column")]
 REFUSED += [(OWN + "one.jsonl --reward dppo:exact --answer_column gold", "set --prompt_column")]
 REFUSED += [(OWN + "one.jsonl --chat_template_kwargs {", "--chat_template_kwargs must be a JSON")]
-REFUSED += [(OWN + "no/file.jsonl", "no/file.jsonl cannot be read: there is no such file")]
+REFUSED += [(OWN + "no/file.jsonl", "no/file.jsonl cannot be read: .*No such file")]
 REFUSED += [(OWN + "latin.csv", "latin.csv cannot be read: .*'utf-8' codec")]
 REFUSED += [("--model . --dataset one.jsonl", "[.] cannot be loaded")]  # in several lines
 
@@ -1286,7 +1285,7 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(dppo.tqdm, "set_description", mock.Mock())
     clipped, none = {"max_grad_norm": 1e-6}, [None, None, 1, 0, 1]  # for 40% of the completions
     for method, reward, more, told in (
-        (OURS, in_turn([0.5]), {"steps": 12}, "no update in 12 steps; zero_variance_fraction 1.00"),
+        (OURS, in_turn([0.5]), {"steps": 12}, "0 updates; zero_variance_fraction 1.00"),
         (OURS, in_turn([1], [1, 0], [1]), clipped, "the norm was clipped in 100% of the updates"),
         (OURS, seldom_teaches, {"steps": 12, "max_grad_norm": 1e6}, "rollout_worth 1.[1-9]"),
         ("grpo", in_turn([1, 0]), clipped, "truncated_fraction 0.[1-9]"),
@@ -1297,13 +1296,11 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
         task.train[0]["answer"] = Path("12")  # no JSON
         settings = {"steps": 6, "prompts_per_step": 5, "prompt_prune_rate": 0.9} | more
         run(out, task, method=method, **settings)
-        *before, last = capsys.readouterr().out.splitlines()
+        last = capsys.readouterr().out.splitlines()[-1]
         assert re.search(told, last)
         for name in (*dppo.TOLD, "rollout_worth"):
             assert f"{name} {sum(recorded(out, name)) / settings['steps']:.2f}" in last
-        for part in ("no update in 12", "the norm was clipped"):
-            assert (part in last) == (part in told)
-        assert ("no update in 10 steps" in " ".join(before)) == ("no update" in told)
+        assert ("the norm was clipped" in last) == ("the norm was clipped" in told)
         assert metrics(out)[0]["evaluation"][0][1] == "12"
     assert re.fullmatch(r"epoch \d\.\d, reward \S+", *dppo.tqdm.set_description.call_args.args)
 
@@ -1411,12 +1408,11 @@ def test_what_is_refused_or_fails_for_want_of_space_leaves_the_last_checkpoint(t
     assert json.loads((out / "config.json").read_text()).items() > new.items()  # from now on
 
 
-def test_ctrl_c_or_sigterm_ends_a_run_after_the_step_and_it_goes_on(monkeypatch, capsys, tmp_path):
+def test_ctrl_c_or_sigterm_saves_the_last_whole_step(monkeypatch, capsys, tmp_path):
     def interrupted(real, number, at, *inputs, **columns):
         if next(at) == 0:
-            signal.raise_signal(number)
-            assert signal.getsignal(number) is signal.default_int_handler  # stops at once
             os.chdir("/")  # paths are absolute from the start
+            signal.raise_signal(number)
         return real(*inputs, **columns)
 
     # The first call of the reward is of the evaluation, the seventh in the sixth step.
@@ -1428,20 +1424,21 @@ def test_ctrl_c_or_sigterm_ends_a_run_after_the_step_and_it_goes_on(monkeypatch,
     out, shown = tmp_path / "one", capsys.readouterr()
     assert f"go on with: python dppo.py --resume='{out}'" in shown.out
     assert "|" not in shown.err  # without a terminal there is no bar
-    assert recorded(out, "step") == [1, 2, 3, 4, 5, 6] and (out / "model").exists()
+    assert recorded(out, "step") == [1, 2, 3, 4, 5] and (out / "model").exists()
+    rest = ("--epochs=4", f"--resume={out}")  # in place of steps
     save = partial(interrupted, torch.save, signal.SIGINT, itertools.count(0))
-    monkeypatch.setattr(torch, "save", save)
-    main("--epochs=4", f"--resume={out}")  # in place of steps; interrupted while it saves
+    with mock.patch.object(torch, "save", save), pytest.raises(SystemExit, match="130"):
+        main(*rest)
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 5
+    main(*rest)
     last = torch.load(out / "checkpoint.pt")["records"][-1]
     assert last["candidates_so_far"] >= 4 * 16 and last["step"] == recorded(out, "step")[-1] > 9
 
 
 def test_a_fork_s_errors_keep_their_traceback_or_are_told_in_a_line(user, monkeypatch, capsys):
     own = ["--model", user["model"], "--dataset", user["dataset"], "--max_completion_tokens=8"]
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match="positional argument: 's'"):
         main(*own, "--reward=json:loads")
-    [note] = caught.value.__notes__  # of texts, as the prompts are
-    assert re.fullmatch(r"Tried on empty completions of prompts like '\d+='", note)
     monkeypatch.setattr(dppo, "sample", mock.Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(SystemExit, match="lower --micro_batch_tokens"):
         main(*own)
