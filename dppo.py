@@ -10,7 +10,7 @@ completions after it, both at random, and what it keeps with probability pi coun
 expected gradient is therefore still that of all candidates. This is a step:
 
     pi      = keep_probabilities(memory)     of each prompt, by what it taught at its last visit
-    window  = the next N prompts             as far as their pi sum to prompts_per_step
+    window  = the next N prompts             as far as their pi sum to the limit of a step
     w_q     = draw(pi)                       1/pi for a prompt that is kept, 0 for one that is not
     A       = advantages of the rollout      of the prompts that are kept, in whole groups
     w_qi    = draw(keep_probabilities(|A|))  1/pi or 0, for each of their completions
@@ -27,7 +27,7 @@ expected gradient is therefore still that of all candidates. This is a step:
     P, pi     probability of being pruned, of being kept: pi = 1 - P
     r_q, r_o  rates at which low-scoring prompts, completions are pruned
     w         weight, 1/pi if kept, else 0: w_q of a prompt, w_qi of a completion, w = w_q w_qi
-    C         factor of the paper's weight C/(1 - P)
+    C         factor of the paper's weight C/(1 - P), where 1 - P is the pi of both draws
     rho       ratio of a token's probabilities under the new and the old policy
     beta      weight of the KL term
     l, Z      loss of a completion: the sum of its tokens' losses, divided by Z
@@ -141,7 +141,7 @@ class Rule:
         self.memory = {name: zeros + value for name, value in self.remembers.items()}
 
     def limit_of_step(self, upcoming):
-        """The most prompts that a step may keep, from memory alone."""
+        """The most prompts that a step may keep, from memory and the upcoming ones alone."""
         return self.config.prompts_per_step
 
     def prompt_probabilities(self):
@@ -153,8 +153,8 @@ class Rule:
         return torch.ones_like(advantages)
 
     def weights(self, w_q, w_qi, N):
-        """(B,) w_q, (B, G) w_qi -> (B, G) w: L_hat is the sum of w l over N G. A biased rule
-        averages over what it keeps instead."""
+        """(B,) w_q, (B, G) w_qi -> (B, G) w: L_hat is the sum of w l, divided by N G. A biased
+        rule averages over what it keeps instead."""
         if self.unbiased:
             return w_q[:, None] * w_qi
         kept = (w_qi > 0).double()
@@ -175,7 +175,7 @@ class DPPO(Rule):
     """The paper's rule, at both levels.
 
     A completion's score is |A|, and a prompt's is the mean |A| of its group at its last visit.
-    Completions without a gradient are left out first, so "below the mean" is that of the others.
+    Completions without a gradient are left out first, so their mean score is that of the others.
     For prompts it is the mean of all that were visited so far."""
 
     remembers = {"score": math.nan}
@@ -271,7 +271,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
     lengths = torch.tensor([float(len(ids)) for _, ids in sequences]).double().view_as(A)
     Z = normalizer(lengths, mean_length, config)  # (B, G)
 
-    # 3. Prune completions, anew for each update. (As w_q is the same, later ones may be biased.)
+    # 3. Prune completions anew for each update. (Later ones may be biased: w_q shaped their policy.)
     weights = []
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -294,7 +294,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
 
     # 6. Remember last, so that a step that fails changes no memory.
     rule.remember(prompts.clone(), rewards.clone(), A.clone())
-    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # a ratio, which only later steps use
+    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # biased, but for later steps
     return Step(
         limit=limit,
         N=N,
@@ -626,8 +626,8 @@ def proportional_probabilities(scores, rate, top):
 
 
 class ProportionalDPPO(Rule):
-    """Prompts that teach most are always kept, those that teach nothing with probability 1 - r, and
-    a step rolls out as few as give the noise of prompts_per_step unpruned ones.
+    """Prompts that teach most are always kept, those that teach nothing with probability 1 - r_q,
+    and a step rolls out as few as give the noise of prompts_per_step unpruned ones.
 
     A completion's score is w_q |A|. A prompt's is the root of the mean A^2 to expect of its next
     group: prompts of a similar success rate share a bin, which learns what they taught next."""
@@ -642,8 +642,8 @@ class ProportionalDPPO(Rule):
     def __init__(self, config, prompt_count):
         super().__init__(config, prompt_count)
         zeros = torch.zeros(self.bins, dtype=torch.float64)
-        self.memory |= {"visits": zeros, "squares": zeros.clone()}  # sum of A^2
-        self.memory["prior_visits"] = torch.tensor(4.0).double()  # what the guess counts
+        self.memory |= {"visits": zeros, "squares": zeros.clone()}  # (bins,) sums of mean A^2
+        self.memory["prior_visits"] = torch.tensor(4.0).double()  # that a guess counts for
 
     def range_of_rewards(self):
         """The lowest reward of the last visits (NaN before any), and the width of their range, 0 if
@@ -672,7 +672,8 @@ class ProportionalDPPO(Rule):
         of all visited prompts, or 1."""
         memory = self.memory
         x = (torch.arange(self.bins).double() + 0.5) / self.bins  # the middles of the bins
-        # As p = sin(x pi/2)^2, this is about 4p(1 - p), and at least 0.1.
+        # A mean A^2 is 0 if all rewards are equal, and about 1 if not. The guess for how often they
+        # are not is 4p(1 - p), at least 0.1. With p = sin(x pi/2)^2, that is sin(x pi)^2.
         guess = 0.1 + 0.9 * (math.pi * x).sin() ** 2
         if self.config.objective == "dr_grpo":  # without the std, A^2 is about p(1 - p) width^2
             guess = guess * self.range_of_rewards()[1] ** 2 / 4
@@ -683,9 +684,10 @@ class ProportionalDPPO(Rule):
         return torch.where(visited, squares, squares[visited].mean().nan_to_num(1.0))
 
     def limit_of_step(self, upcoming):
-        """prompts_per_step over what a rollout is worth. With s^2 the A^2 to expect, k unpruned
-        prompts have the noise mean(s^2)/k, and k that are kept of n = k/mean(pi) candidates have
-        mean(s^2/pi)/n. The worth is the first over the second, in which k cancels."""
+        """prompts_per_step over what a rollout is worth. With s^2 the A^2 to expect, as if it were
+        the square of a gradient, k unpruned prompts have the noise mean(s^2)/k, and k that are kept
+        of n = k/mean(pi) candidates have mean(s^2/pi)/n. The worth, how many unpruned rollouts one
+        replaces, is the first over the second, in which k cancels."""
         pi = self.prompt_probabilities()
         window = window_of(pi, upcoming, self.config.prompts_per_step)
         pi, squares = pi[window], self.expected_squares()[window]
@@ -707,9 +709,9 @@ class ProportionalDPPO(Rule):
 
     def remember(self, prompts, rewards, advantages):
         memory, bins = self.memory, self.bin_of_prompts()  # by the visits before this one
-        most = math.inf  # of a mean A^2, but for outliers
-        if self.config.objective == "dr_grpo":
-            most = self.range_of_rewards()[1] ** 2 / 4 or math.inf
+        largest = math.inf  # mean A^2 that counts
+        if self.config.objective == "dr_grpo":  # more than this, only outliers give
+            largest = self.range_of_rewards()[1] ** 2 / 4 or math.inf
         for name in ("visits", "squares", "prior_visits"):
             memory[name] *= self.forget
 
@@ -723,7 +725,7 @@ class ProportionalDPPO(Rule):
             if bins[q] >= 0:
                 # Unweighted, as all visited prompts of a bin were kept with the same pi.
                 memory["visits"][bins[q]] += 1
-                memory["squares"][bins[q]] += A.square().mean().clamp(max=most)
+                memory["squares"][bins[q]] += A.square().mean().clamp(max=largest)
 
 
 RULES = {"grpo": Rule, "grpo-skip": GRPOSkip, "dppo": DPPO, "dppo-proportional": ProportionalDPPO}
