@@ -37,7 +37,6 @@ expected gradient is therefore still that of all candidates. This is a step:
 import copy
 import csv
 import glob
-import inspect
 import io
 import json
 import math
@@ -216,7 +215,7 @@ def prune_prompts(rule, upcoming, limit, generator):
     window = window_of(pi, upcoming, limit)
     pi = pi[window]  # (N,)
     if not pi.any():  # as a biased rule may have it
-        raise Refused("a rule needs pi > 0 for some upcoming prompts")
+        raise Refused("a rule needs a limit of 1, at least, and pi > 0 for some upcoming prompts")
     if pi.sum() < 1:  # as with a limit of 1: scaled, so that one prompt is kept
         pi = pi / pi.sum()
     w_q = draw(pi, generator)
@@ -271,7 +270,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
     lengths = torch.tensor([float(len(ids)) for _, ids in sequences]).double().view_as(A)
     Z = normalizer(lengths, mean_length, config)  # (B, G)
 
-    # 3. Prune completions anew for each update. (Later ones may be biased: w_q shaped their policy.)
+    # 3. Prune completions anew for each update. (Later ones may be biased: w_q shaped the policy.)
     weights = []
     for _ in range(config.inner_epochs):
         w_qi = prune_completions(rule, A, w_q, generator)
@@ -831,10 +830,10 @@ def text_of(completion):
 
 
 AS_READ = {  # what replaces what, so that numbers stand as they are read
-    r"\\(?:text|mathrm|mathbf|textbf|mbox) *\{([^{}]*)\}": r" \1 ",
-    r"\\?[$%€£]|\\!|°|\^ *\{? *\\circ *\}?": "",
+    r"\\(?:text|math|bold|mbox)\w* *\{([^{}]*)\}": r" \1 ",
+    r"[A-Z]{0,3}\\?[$€£]|\\?%|\\!|°[CF]?|\^ *\{? *\\circ *\}?": "",
     r"\{,\}|(?<=\d)\\,(?=\d{3})": ",",
-    r"\*\*|\\[,;: ()[\]]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
+    r"\*\*|\\[,;: ()[\]{}]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
     "\N{MINUS SIGN}|[\u2011\u2013](?=\\d)": "-",
 }
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # to ASCII
@@ -1051,7 +1050,7 @@ def encode_prompt(prompt, config, tokenizer):
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_chat or any(m.get("role") is None or m.get("content") is None for m in messages):
         raise Refused(f"{prompt!r:.60} is no text, and no list of messages with role and content")
-    if system and messages[0]["role"] == "system":
+    if system and any(m["role"] in ("system", "developer") for m in messages):
         raise Refused("it has a system message: drop --system_prompt")
     if system:
         messages = [{"role": "system", "content": system}, *messages]
@@ -1205,10 +1204,10 @@ class Config:
         with refusing("--chat_template_kwargs must be a JSON object: "):
             self.template_kwargs = {} | json.loads(self.chat_template_kwargs)
         self.rule_class = resolve("method", self.method, RULES)
-        if not (inspect.isclass(self.rule_class) and issubclass(self.rule_class, Rule)):
+        if not (isinstance(self.rule_class, type) and issubclass(self.rule_class, Rule)):
             raise Refused(f"--method {self.method} is no subclass of Rule")
         self.reward_function = resolve("reward", self.reward, REWARDS)
-        if inspect.isclass(self.reward_function) or not callable(self.reward_function):
+        if isinstance(self.reward_function, type) or not callable(self.reward_function):
             raise Refused(f"--reward {self.reward} is no function")
 
 

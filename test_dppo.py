@@ -574,8 +574,11 @@ def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused():
     for unbiased, pi in wrong:
         rule = mock.Mock(dppo.Rule, prompt_count=4, unbiased=unbiased)
         rule.prompt_probabilities.return_value = torch.tensor(pi)
-        with pytest.raises(ValueError, match=r"a rule needs pi (of shape \(4,\)|> 0 for)"):
+        with pytest.raises(ValueError, match=r"a rule needs (pi of shape \(4,\)|a limit of 1, )"):
             prune_prompts(rule, torch.arange(4), 8, None)
+    rule.prompt_probabilities.return_value = torch.ones(4)
+    with pytest.raises(ValueError, match="a limit of 1, at least"):
+        prune_prompts(rule, torch.arange(4), 0, None)
     rule = mock.Mock(dppo.Rule, config=Config(), unbiased=True)
     rule.completion_probabilities.return_value = ADVANTAGES > 0  # successes alone
     with pytest.raises(ValueError, match="0 < pi <= 1"):
@@ -925,6 +928,7 @@ def test_rewards_compare_with_an_answer_if_there_is_one():
 def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else():
     numbers = {18: ["#### 18.0", "x\n#### 18", "####18", r"\boxed{18}", "18", "$18$", "**18**"]}
     numbers[18] += [r"\(18\)", r"\[18\]", r"#### \(18\)", r"18^\circ", "\uff11\uff18"]  # full width
+    numbers[18] += ["US$18", "18°C", r"\boxed{\{18\}}", r"\boldsymbol{18}"]
     numbers |= {5: [r"#### \boxed{5}", r"so it is $\boxed{5}$"], -2: ["#### 7\n#### -2"]}
     numbers |= {0.5: ["0.50", "#### 0.5%", ".5"], 9500: ["9,500", "$9,500.00"]}
     numbers |= {7: ["7 #### one\n#### 7", r"I get \boxed{7}, not 8"], 1234: [r"\boxed{1{,}234}"]}
@@ -1067,7 +1071,8 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
     prompts += [(str([user]), "it is a chat as a text"), (json.dumps([user]), "a chat as a text")]
     prompts += [([user | {"content": [{"type": "text", "text": "1="}]}], "can only concatenate")]
-    prompts += [([user | {"role": "system"}, user], "drop --system_prompt")]
+    for role in ("system", "developer"):
+        prompts += [([user | {"role": role}, user], "drop --system_prompt")]
     rows["jsonl"] += [(json.dumps({"prompt": prompt}), reason) for prompt, reason in prompts]
     tokenizer = tiny_tokenizer("{{ messages[-1]['content'] + '=' }}")
     for kind, first in {"csv": "prompt,answer\n1=,1\n", "jsonl": '{"prompt": "1="}\n'}.items():
