@@ -576,9 +576,8 @@ def test_probabilities_of_one_s_own_that_would_bias_in_silence_are_refused():
         rule.prompt_probabilities.return_value = torch.tensor(pi)
         with pytest.raises(ValueError, match=r"a rule needs (pi of shape \(4,\)|a limit of 1, )"):
             prune_prompts(rule, torch.arange(4), 8, None)
-    rule.prompt_probabilities.return_value = torch.ones(4)
     with pytest.raises(ValueError, match="a limit of 1, at least"):
-        prune_prompts(rule, torch.arange(4), 0, None)
+        prune_prompts(rule_with_history(), torch.arange(1, 6), 0, None)
     rule = mock.Mock(dppo.Rule, config=Config(), unbiased=True)
     rule.completion_probabilities.return_value = ADVANTAGES > 0  # successes alone
     with pytest.raises(ValueError, match="0 < pi <= 1"):
@@ -824,12 +823,15 @@ def test_prompts_that_always_or_never_succeed_teach_their_bins_to_be_worth_littl
         rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
     assert rule.bin_of_prompts().tolist() == [0, 8, 16]  # of 17
     assert rule.expected_squares()[[0, 2]].max() < 0.02  # the guess was 0.1
-    # A reward far from all others moves neither their range nor the limit of a step.
+    # Rewards far from all others move neither their range nor the limit of a step.
     limit = rule.limit_of_step(torch.arange(3).repeat(40))
     rewards[0, 0] = -100
     rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
     assert rule.range_of_rewards() == (0, 1) and rule.expected_squares()[0] < 0.04
     assert limit - 2 < rule.limit_of_step(torch.arange(3).repeat(40)) < limit + 2 < 32
+    rewards[2, 0] = 100
+    rule.remember(torch.arange(3), rewards, group_advantages(rewards, by_std))
+    assert rule.range_of_rewards() == (0, 1)
     # Of rewards that are all equal but for rounding, none is a success.
     for reward in (0.3, -0.1, 0.0):
         rule, zeros = dppo.ProportionalDPPO(Config(objective="dr_grpo"), 3), torch.zeros(3, 8)
@@ -1071,8 +1073,8 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
     prompts += [(str([user]), "it is a chat as a text"), (json.dumps([user]), "a chat as a text")]
     prompts += [([user | {"content": [{"type": "text", "text": "1="}]}], "can only concatenate")]
-    for role in ("system", "developer"):
-        prompts += [([user | {"role": role}, user], "drop --system_prompt")]
+    for chat in ([user | {"role": "system"}, user], [user, user | {"role": "developer"}]):
+        prompts.append((chat, "drop --system_prompt"))
     rows["jsonl"] += [(json.dumps({"prompt": prompt}), reason) for prompt, reason in prompts]
     tokenizer = tiny_tokenizer("{{ messages[-1]['content'] + '=' }}")
     for kind, first in {"csv": "prompt,answer\n1=,1\n", "jsonl": '{"prompt": "1="}\n'}.items():
