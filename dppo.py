@@ -1329,8 +1329,6 @@ class Run:
         for name in sorted(names):
             if saved["settings"].get(name) != self.settings[name]:
                 raise Refused(f"{folder} was made with {name} = {saved['settings'].get(name)!r}")
-        if not saved["memory"].keys() >= self.rule.memory.keys():
-            raise Refused(f"{folder} remembers {', '.join(saved['memory'])}")
         self.rule.memory |= copy.deepcopy(saved["memory"])  # or the file would stay mapped
         last, optimizer = saved["records"][-1], self.optimizer
         if folder != self.out:  # from these counts on, so that no random number is used twice
