@@ -1288,12 +1288,6 @@ def writing(path):
         partial.replace(path)
 
 
-def line_of(record):
-    """A record as strict JSON: null for NaN and infinity, a text for what JSON lacks."""
-    record = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
-    return json.dumps(record) + "\n"
-
-
 class Run:
     """A run: its records, one of step 0 and one of each step, and all that it needs to go on."""
 
@@ -1319,8 +1313,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # last: none if refused
         with writing(self.out / "config.json") as path:
             path.write_text(json.dumps(asdict(config), indent=2))
-        with writing(self.out / "metrics.jsonl") as path:  # the last record may be incomplete
-            path.write_text("".join(map(line_of, self.records[:-1])))
+        self.logged = 0  # records in metrics.jsonl, which is written anew
 
     def restore(self, folder, names):
         """Takes over a run's memory, if these settings agree, and to go on with it all the rest."""
@@ -1381,14 +1374,19 @@ class Run:
         return record
 
     def log(self, bar):
-        """Evaluates if it is time, and writes the last record."""
+        """Evaluates if it is time, and writes new records, as strict JSON."""
         record, every = self.records[-1], self.config.eval_every or math.inf
         done, total = self.progress()
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
             record |= evaluate(self.task, self.config)
             bar.write(f"step {record['step']}: accuracy {record['accuracy']:.2f}")
-        with refusing(f"{self.out}: "), (self.out / "metrics.jsonl").open("a") as file:
-            file.write(line_of(record))
+        path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
+        with refusing(f"{path}: "), path.open(mode) as file:
+            for record in self.records[self.logged :]:
+                text = json.dumps(record, default=str)  # also what JSON lacks, such as dates
+                strict = json.loads(text, parse_constant=lambda name: None)  # null for NaN
+                file.write(json.dumps(strict) + "\n")
+        self.logged = len(self.records)
         bar.update(done - bar.n)
 
 
