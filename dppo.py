@@ -1393,6 +1393,7 @@ class Run:
 def train(config, task):
     """Makes a run, or its rest. Its last whole step is saved, unless it ends amid an update."""
     run = Run(config, task)
+    print(f"if it is stopped, go on with: python dppo.py --resume={str(run.out)!r}")
     done, total = run.progress()
     try:
         with tqdm(total=total, initial=done, disable=None) as bar:
@@ -1404,9 +1405,6 @@ def train(config, task):
                 done, total = run.progress()
                 if done < total and record["step"] % (config.save_every or math.inf) == 0:
                     run.save()
-    except BaseException:
-        print(f"\ngo on with: python dppo.py --resume={str(run.out)!r}")
-        raise
     finally:
         last = run.records[-1]
         is_whole = last["updates"] == run.optimizer.updates  # not amid those of a step
