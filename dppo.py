@@ -1253,27 +1253,21 @@ def record_of(step, task):
     return record
 
 
-TOLD = ("zero_variance_fraction", "missing_fraction", "truncated_fraction", "updates_skipped")
-
-
-def summary(records, config):
-    """What to tell of a whole run: accuracies, means over its steps, and what undid its weights."""
-    start, *steps = records
-    told = []
-    for name in start:
-        if name.startswith("accuracy of "):
-            told.append(f"{name} {start[name]:.2f} -> {records[-1][name]:.2f}")
+def summary(steps, config):
+    """What to tell of a whole run: means over its steps, and what undid its weights."""
     if not steps:
-        return told
+        return []
     seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in steps)
-    told.append(f"{seconds:.0f} s of training with {records[-1]['updates']} updates")
-    for name in (*TOLD, "rollout_worth"):
+    told = [f"{seconds:.0f} s of training with {steps[-1]['updates']} updates"]
+    names = ("zero_variance_fraction", "missing_fraction", "truncated_fraction", "updates_skipped")
+    for name in (*names, "rollout_worth"):
         values = torch.tensor([record[name] for record in steps], dtype=torch.float64)
         told.append(f"{name} {values.nanmean():.2f}")  # NaN where a step had no reward at all
-    norms = [record["grad_norm"] for record in steps if 0 < record["grad_norm"] < math.inf]
+
+    norms = [record["grad_norm"] for record in steps if record["weight_max"] > 1]
+    norms = [norm for norm in norms if 0 < norm < math.inf]  # of updates
     clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
-    has_weights = any(record["weight_max"] > 1 for record in steps)
-    if config.rule_class.unbiased and has_weights and clipped > 0.5:
+    if config.rule_class.unbiased and clipped > 0.5:
         told.append(f"the norm was clipped in {clipped:.0%} of the updates, which undoes weights")
         told.append("raise --max_grad_norm or --prompts_per_step")
     return told
@@ -1378,8 +1372,10 @@ class Run:
         record, every = self.records[-1], self.config.eval_every or math.inf
         done, total = self.progress()
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
-            record |= evaluate(self.task, self.config)
-            bar.write(f"step {record['step']}: accuracy {record['accuracy']:.2f}")
+            result = evaluate(self.task, self.config)
+            record |= result
+            told = [f"{name} {result[name]:.2f}" for name in result if name != "evaluation"]
+            bar.write(f"step {record['step']}: {', '.join(told)}")
         path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
         with refusing(f"{path}: "), path.open(mode) as file:
             for record in self.records[self.logged :]:
@@ -1414,7 +1410,7 @@ def train(config, task):
                 task.model.save_pretrained(run.out / "model")
                 task.tokenizer.save_pretrained(run.out / "model")
 
-    print("; ".join([*summary(run.records, config), f"results are in {run.out}"]))
+    print("; ".join([*summary(run.records[1:], config), f"results are in {run.out}"]))
 
 
 def main():
