@@ -1138,10 +1138,8 @@ def setting(default, text):
 
 def resolve(name, value, known):
     """What the value of a setting names: a known one, or module:name."""
-    if value in known:
-        return known[value]
     try:
-        return pkgutil.resolve_name(value)
+        return known.get(value) or pkgutil.resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(f"--{name} {value} is not one of {', '.join(known)}: {error}") from error
 
