@@ -1266,8 +1266,7 @@ def summary(steps, config):
     norms = [norm for norm in norms if 0 < norm < math.inf]  # of updates
     clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
     if config.rule_class.unbiased and clipped > 0.5:
-        told.append(f"the norm was clipped in {clipped:.0%} of the updates, which undoes weights")
-        told.append("raise --max_grad_norm or --prompts_per_step")
+        told.append(f"the norm was clipped in {clipped:.0%} of the updates: raise --max_grad_norm")
     return told
 
 
