@@ -978,10 +978,10 @@ def read_rows(spec, split):
         return datasets.load_dataset("parquet", data_files=glob.escape(spec), split="train")
     text = Path(spec).read_text(encoding="utf-8-sig")
     if kind == ".csv":
-        return csv.DictReader(io.StringIO(text), strict=True)
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return map(json.loads, filter(str.strip, io.StringIO(text)))
+        return list(csv.DictReader(io.StringIO(text), strict=True))
+    if not text.lstrip().startswith("["):  # a row in each line, made into an array
+        text = "[" + ",".join(filter(str.strip, io.StringIO(text))) + "]"
+    return json.loads(text)
 
 
 def value_of(row, columns):
@@ -998,14 +998,11 @@ def value_of(row, columns):
 def load_examples(spec, split, config, tokenizer, evaluated=()):
     """Shuffled examples of a file or of path[[:config]:split]; tells why rows are left out."""
     with refusing(f"{spec} cannot be read: "):
-        rows = iter(read_rows(spec, split))
+        rows = read_rows(spec, split)
     examples, left_out, columns = [], {}, {"answer": None}
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
-    for number in tqdm(count(1), spec, leave=False, delay=5, disable=None):
+    for number, row in enumerate(tqdm(rows, spec, leave=False, delay=5, disable=None), start=1):
         with refusing(f"{spec}, row {number}: "):
-            row = next(rows, rows)
-            if row is rows:  # the end
-                break
             if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
                 raise Refused("it has not the fields of the others")
             prompt, ids = encode_prompt(value_of(row, config.prompt_column), config, tokenizer)
@@ -1023,7 +1020,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             taken.add(tuple(ids))
             examples.append(row | {"prompt": prompt, "prompt_ids": ids, "answer": answer})
 
-    told = f"{spec}: {number - 1} rows of {', '.join(columns)}; {len(examples)} prompts"
+    told = f"{spec}: {len(rows)} rows of {', '.join(columns)}; {len(examples)} prompts"
     for reason, some in left_out.items():
         told += f", {len(some)} {reason} ({some[0]!r:.40})"
     no_answers = all(example["answer"] is None for example in examples)

@@ -1067,7 +1067,7 @@ def test_data_are_files_whose_texts_stay_as_they_are_or_slices_on_the_hub(monkey
 
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     rows = {"csv": [("1=,7,000", "not the fields of"), (131_073 * "1", "larger than field limit")]}
-    rows["jsonl"] = [('["1="]', "not the fields of"), ("null", "not the fields of"), ("{", "Expec")]
+    rows["jsonl"] = [('["1="]', "not the fields of"), ("null", "not the fields of"), ("{", "2 col")]
     user, shape = {"role": "user", "content": "1="}, "is no text, and no list of messages with role"
     prompts = [(1, shape), ([user | {"content": None}], shape), ([{"from": "human"}], shape)]
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
@@ -1080,7 +1080,7 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     for kind, first in {"csv": "prompt,answer\n1=,1\n", "jsonl": '{"prompt": "1="}\n'}.items():
         for row, reason in rows[kind]:
             (tmp_path / f"a.{kind}").write_text(first + row)
-            with pytest.raises(dppo.Refused, match=f"a.{kind}, row 2: .*{reason}"):
+            with pytest.raises(dppo.Refused, match=f"a.{kind}.*(row 2|read): .*{reason}"):
                 load(tmp_path / f"a.{kind}", system_prompt="7", tokenizer=tokenizer)
 
 
