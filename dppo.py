@@ -895,22 +895,30 @@ class Task:
 
 def load_task(config):
     """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
-    task = user_task(config) if config.model else sorting_task(config)
-    task.evals = {name: examples for name, examples in task.evals.items() if examples}
-    some = task.train[:99]
-    reward_completions(task, some, [Sequence([], [])] * len(some))
     if config.model:
+        with refusing(f"{config.model} cannot be loaded: "):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+        evals = {}
+        for spec in filter(None, config.eval_dataset.split(",")):
+            evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
+        train = load_examples(config.dataset, "train", config, tokenizer, chain(*evals.values()))
+        size = 0 if evals else min(len(train) // 5, config.eval_prompts)
+        evals["held out"] = train[:size]
+        task = Task(train[size:], evals, tokenizer, config.reward_function)
+        reward_completions(task, train[:99], [Sequence([], [])] * len(train[:99]))
+
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded: "):
-            model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
+            task.model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
     else:
-        model = warm_started(task.tokenizer)
-    task.model = model.to(DEVICE).eval()
-    task.end_ids = end_ids_of(model, task.tokenizer)
+        task = sorting_task(config)
+    task.evals = {name: examples for name, examples in task.evals.items() if examples}
+    task.model.to(DEVICE).eval()
+    task.end_ids = end_ids_of(task.model, task.tokenizer)
     check_sampling(task, config)
     evaluated = sum(map(len, task.evals.values()))
     told = f"{len(task.train)} prompts to train, {evaluated} to evaluate"
-    print(f"{told}; {model.dtype} on {DEVICE}")
+    print(f"{told}; {task.model.dtype} on {DEVICE}")
     return task
 
 
@@ -953,19 +961,6 @@ def reward_completions(task, examples, sequences):
 
 
 # ---- 12. Data
-def user_task(config):
-    """The user's task, as yet without its model."""
-    with refusing(f"{config.model} cannot be loaded: "):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    evals = {}
-    for spec in filter(None, config.eval_dataset.split(",")):
-        evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
-    train = load_examples(config.dataset, "train", config, tokenizer, chain(*evals.values()))
-    size = 0 if evals else min(len(train) // 5, config.eval_prompts)
-    evals["held out"] = train[:size]
-    return Task(train[size:], evals, tokenizer, config.reward_function)
-
-
 def read_rows(spec, split):
     """The rows of a file or of path[[:config]:split]. Those of json and csv are read as they stand,
     since a table would have one type for a column, and 124 for 0124."""
@@ -1083,7 +1078,7 @@ def sorting_task(config):
         if name == "middle":
             evals = {name: examples[size : size + config.eval_prompts]}
     random.Random(0).shuffle(train)
-    return Task(train, evals, tokenizer, config.reward_function)
+    return Task(train, evals, tokenizer, config.reward_function, warm_started(tokenizer))
 
 
 def warm_started(tokenizer):
