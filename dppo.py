@@ -797,9 +797,8 @@ def check_sampling(task, config):
         layers = transformers.DynamicCache(config=model.config).layers
         if any("Linear" in type(layer).__name__ for layer in layers):
             raise Refused("layers of linear attention have no keys and values to repeat")
-        known = model.get_input_embeddings().weight.shape[0]
-        if max(map(max, prompts)) >= known:
-            raise Refused(f"it has {known} tokens, and a prompt has others")
+        if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
+            raise Refused("a prompt has tokens that it does not know")
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
         if len(longest) + config.max_completion_tokens > positions:
             raise Refused(f"the longest prompt and --max_completion_tokens exceed its {positions}")
@@ -1165,7 +1164,7 @@ class Config:
     eval_prompts: int = setting(256, "prompts of each set, at most")
     eval_samples: int = setting(4, "samples of each prompt")
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
-    epochs: float = setting(0.0, "instead: passes over the prompts, pruned ones included")
+    epochs: float = setting(0.0, "instead of steps: passes over the prompts, pruned included")
     eval_every: int = setting((0, 10), "steps between evaluations; 0: ends only")
     save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
     rollout_batch_size: int = setting(256, "sequences generated at a time")
@@ -1177,8 +1176,6 @@ class Config:
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
-        if self.epochs > 0 and isinstance(self.steps, tuple):  # not given
-            self.steps = 10**9
         for name, value in asdict(self).items():
             if isinstance(value, tuple):  # a pair of defaults
                 value = value[0] if self.model else value[1]
@@ -1326,8 +1323,8 @@ class Run:
     def progress(self):
         """Steps or, with --epochs, candidates: how many there were, and how many there will be."""
         start, last, epochs = self.records[0], self.records[-1], self.config.epochs
-        seen = last["candidates_so_far"] - start["candidates_so_far"]
-        if epochs > 0 and last["step"] < self.config.steps:
+        if epochs > 0:
+            seen = last["candidates_so_far"] - start["candidates_so_far"]
             return seen, math.ceil(epochs * len(self.task.train))
         return last["step"], self.config.steps
 

@@ -240,13 +240,13 @@ CHANGES = r"""
 + (squares / pi).mean()
 
 ## that_rate, worth_little, all_equal, far_from
-- bins = self.bin_of_prompts()  # before this visit
+- memory, bins = self.memory, self.bin_of_prompts()
 # bins by the rewards that they learn from
-+ bins = self.bin_of_prompts()
-+         bins[prompts] = (rewards.nanmean(dim=1).nan_to_num(0.0) * 16).long()
-- if len(given) > 0 and bins[q] >= 0:
++ memory, bins = self.memory, self.bin_of_prompts()
++         bins[prompts] = (rewards.nanmean(dim=1).nan_to_num(0.0) * 16).long()  #
+- if bins[q] >= 0:
 # first visits teach a bin
-+ if len(given) > 0:
++ if True:
 - memory["squares"][bins[q]] += A.square().mean()
 # bins learned with weights
 + memory["squares"][bins[q]] += A.square().mean() / self.prompt_probabilities()[q]
