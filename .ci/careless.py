@@ -101,7 +101,7 @@ CHANGES = r"""
 # drawn with one pi, weighted by another
 + w_q = (draw(pi, generator) > 0) / rule.prompt_probabilities().double()[window]
 
-## samples_have, padded_prompts, only_models
+## samples_have, what_is_sampled, only_models
 - .logits[:, -1].float() / temperature
 # sampled at temperature 1
 + .logits[:, -1].float()
