@@ -1360,7 +1360,7 @@ class Run:
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
             result = evaluate(self.task, self.config)
             record |= result
-            told = [f"{name} {result[name]:.2f}" for name in result if name != "evaluation"]
+            told = [f"{name} {result[name]:.2f}" for name in result if " of " in name]
             bar.write(f"step {record['step']}: {', '.join(told)}")
         path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
         with refusing(f"{path}: "), path.open(mode) as file:
