@@ -776,19 +776,20 @@ class MasterAdam(torch.optim.Adam):
 
 @contextmanager
 def refusing(what):
-    """Turns what fails inside into Refused, but for want of memory, which needs other advice."""
+    """Turns any error inside into Refused, except a lack of memory, which needs other advice."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        cause = error.__context__ or ""  # such as a full disk, of which torch's own says nothing
+        cause = "" if error.__suppress_context__ else error.__context__ or ""  # as a full disk
         raise Refused(f"{what}{error} {cause}") from error
 
 
 @torch.no_grad()
 def check_sampling(task, config):
-    """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1."""
+    """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1, or
+    that does not know the prompts."""
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     shortest, longest = min(prompts, key=len), max(prompts, key=len)
@@ -799,8 +800,8 @@ def check_sampling(task, config):
             raise Refused("layers of linear attention have no keys and values to repeat")
         if max(map(max, prompts)) >= model.get_input_embeddings().num_embeddings:
             raise Refused("a prompt has tokens that it does not know")
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-        if len(longest) + config.max_completion_tokens > positions:
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if len(longest) + config.max_completion_tokens > (positions or math.inf):
             raise Refused(f"the longest prompt and --max_completion_tokens exceed its {positions}")
 
         # Does the head alone make the logits? (bfloat16 rounds.)
@@ -810,11 +811,12 @@ def check_sampling(task, config):
         if not (of_head - logits).abs().max() <= 1e-2 * logits.abs().max():  # NaN fails
             raise Refused("its logits are scaled, capped or NaN")
 
-        # Is what is sampled trained, also beside the longest sequence, which may rescale RoPE?
+        # Do sampling and training agree, also beside the longest sequence, which may rescale RoPE?
         short = replace(config, max_completion_tokens=16)
-        sequences, sampled = sample(task, [shortest, shortest[-1:]], 4, short)
+        sequences, sampled = sample(task, [shortest, shortest[-1:]], 4, short)  # one is padded
+        slots = [range(len(sequences)), [len(sequences)]]
         sequences.append(Sequence(longest, longest[:1] * config.max_completion_tokens))
-        trained, _ = completion_logprobs(model, sequences, [range(8), [8]], config.temperature)
+        trained, _ = completion_logprobs(model, sequences, slots, config.temperature)
         difference = (trained[: len(sampled)] - sampled).abs().mean()
         if not difference <= (1e-3 if model.dtype == torch.float32 else 0.1):
             raise Refused(f"sampled and trained log-probabilities differ by {difference:.2g}")
@@ -828,9 +830,9 @@ def text_of(completion):
     return "" if "<think>" in text else text.strip()  # "" if the reasoning has not ended
 
 
-AS_READ = {  # what replaces what, so that numbers stand as they are read
+AS_READ = {  # patterns and what replaces them, in turn, so that numbers stand as they are read
     r"\\(?:text|math|bold|mbox)\w* *\{([^{}]*)\}": r" \1 ",
-    r"[A-Z]{0,3}\\?[$€£]|\\?%|\\!|°[CF]?|\^ *\{? *\\circ *\}?": "",
+    r"(?:\b[A-Z]{1,3})?\\?[$€£]|\\?%|\\!|°[CF]?|\^ *\{? *\\circ *\}?": "",
     r"\{,\}|(?<=\d)\\,(?=\d{3})": ",",
     r"\*\*|\\[,;: ()[\]{}]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
     "\N{MINUS SIGN}|[\u2011\u2013](?=\\d)": "-",
@@ -838,12 +840,12 @@ AS_READ = {  # what replaces what, so that numbers stand as they are read
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # to ASCII
 WORD = r"(?:[\w^{}\\√]|[.,/-]{1,2}(?=\d)|(?<=\d):(?=\d)|(?<=[a-z])\((?=\d))+"
 NUMBER = r"(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)"  # -1,234.5, 18 or .5
-UNIT = r"((?!pi|sqrt)[a-zA-Z]{2,})?"
+UNIT = r"((?!(?:pi|sqrt)\b)[a-zA-Z]{2,})?"
 
 
 def gsm8k_number(text, is_answer=False):
-    r"""The only number in the line after the last mark, #### or \boxed{, or without a mark the last
-    one of the text; None if there is none. An answer must be nothing but one number."""
+    r"""The only number after the last mark, #### or \boxed{, until its line or box ends; without a
+    mark, the last number of the text; None if there is none. In an answer, it stands alone."""
     text = text.translate(FULL_WIDTH)
     for old, new in AS_READ.items():
         text = re.sub(old, new, text)
@@ -855,14 +857,14 @@ def gsm8k_number(text, is_answer=False):
     words = [end.strip()] if is_answer else re.findall(WORD, end)
     number = re.compile(NUMBER if is_answer else NUMBER + UNIT, re.ASCII)
     numbers = [match[1] for match in map(number.fullmatch, words) if match]
-    begun = [word for word in words if re.match(r"-?\.?\d", word)]  # 1/2 begins like a number
-    if not numbers or (before and len(begun) > 1):
+    rivals = [word for word in words if re.match(r"-?\.?\d", word)]  # 1/2 is one, but no number
+    if not numbers or (before and len(rivals) > 1):
         return None
     return Decimal(numbers[-1].replace(",", ""))  # a float would round 2^53 + 1
 
 
 def gsm8k(prompts, completions, answer, **columns):
-    """1 if a completion gives the number of its answer; None if that is no plain number."""
+    """1 if a completion gives the number of its answer, else 0; None if the answer has none."""
     rewards = []
     for completion, text in zip(completions, answer):
         wanted = gsm8k_number(str(text), is_answer=True)
@@ -872,7 +874,7 @@ def gsm8k(prompts, completions, answer, **columns):
 
 
 def exact(prompts, completions, answer, **columns):
-    """1 if a completion is its answer, but for spaces around it; None if that is no text."""
+    """1 if a completion is its answer, but for spaces around, else 0; None if that is no text."""
     rewards = []
     for completion, text in zip(completions, answer):
         wanted = str(text).strip() if type(text) in (str, int) else ""
@@ -922,14 +924,15 @@ def load_task(config):
 
 
 def end_ids_of(model, tokenizer):
-    """What ends a completion: an end id of tokenizer or model, or as the template ends a turn."""
+    """The ids that end a completion: of tokenizer and model, and of a turn in the chat template."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "END"}]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "THE END"}]
     with suppress(Exception):  # no template, or one that wants another chat
-        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("END")[2]
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("THE END")[2]
         after = tokenizer.encode(text, add_special_tokens=False)
-        ends.update([token for token in after if token in tokenizer.added_tokens_decoder][:1])
+        added = [token for token in after if token in tokenizer.added_tokens_decoder]
+        ends.update(added[:1])
     return sorted(ends)
 
 
@@ -961,12 +964,13 @@ def reward_completions(task, examples, sequences):
 
 # ---- 12. Data
 def read_rows(spec, split):
-    """The rows of a file or of path[[:config]:split]. Those of json and csv are read as they stand,
-    since a table would have one type for a column, and 124 for 0124."""
+    """The rows of a file or of path[[:config]:split]. Files of json and csv are read here, because
+    datasets gives each column one type, and may turn 0124 into 124."""
     kind = Path(spec).suffix.lower()
     if kind not in (".json", ".jsonl", ".csv", ".parquet") and not Path(spec).is_file():
         path, *names = re.split(r":(?![^\[]*\])", spec)  # not in train[a:b]
-        *names, split = names or [split]
+        if names:
+            split = names.pop()
         return datasets.load_dataset(path, *names, split=split)
     if kind == ".parquet":
         return datasets.load_dataset("parquet", data_files=glob.escape(spec), split="train")
@@ -998,11 +1002,12 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
     for number, row in enumerate(tqdm(rows, spec, leave=False, delay=5, disable=None), start=1):
         with refusing(f"{spec}, row {number}: "):
             if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
-                raise Refused("it has not the fields of the others")
+                raise Refused("its fields are not those of the others")
             prompt, ids = encode_prompt(value_of(row, config.prompt_column), config, tokenizer)
         answer = value_of(row, config.answer_column)
         columns |= dict.fromkeys(row)
-        if config.reward in REWARDS and config.reward_function([], [""], [answer]) == [None]:
+        is_ours = config.reward in REWARDS  # a reward that is None for an answer it cannot grade
+        if is_ours and config.reward_function([], [""], [answer]) == [None]:
             left_out.setdefault("not gradable", []).append(answer)
         elif not ids:
             left_out.setdefault("empty", []).append(prompt)
@@ -1036,7 +1041,8 @@ def encode_prompt(prompt, config, tokenizer):
             raise Refused("it is a chat as a text: a list of messages is needed")
         if not tokenizer.chat_template:
             ids = tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt)
-            return prompt, ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+            is_ended = ids[-1:] == [tokenizer.eos_token_id]
+            return prompt, (ids[:-1] if is_ended else ids)
         messages = [{"role": "user", "content": prompt}]
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_chat or any(m.get("role") is None or m.get("content") is None for m in messages):
@@ -1081,13 +1087,13 @@ def sorting_task(config):
 
 
 def warm_started(tokenizer):
-    """A small Qwen3 that imitated easy answers, and middle ones with a fifth of random digits."""
+    """A small Qwen3 that imitated easy answers, and middle ones with a fifth of digits redrawn."""
     torch.manual_seed(0)
     net = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     net |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     net |= {"vocab_size": 259, "eos_token_id": 1, "pad_token_id": 0}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **net))
-    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # 2: of this recipe
+    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # to be raised if the recipe changes
     if cached.exists():
         model.load_state_dict(torch.load(cached))
         return model
@@ -1123,12 +1129,12 @@ MUST_AGREE = {"prompts", "method", "objective", "reward", "group_size"}  # with 
 
 
 def setting(default, text):
-    """A field of Config: its default, or a pair (with --model, without); its help."""
+    """A field of Config with its help. A pair has the default with --model, and without."""
     return field(default=default, metadata={"help": text, "metavar": ""})
 
 
 def resolve(name, value, known):
-    """What the value of a setting names: a known one, or module:name."""
+    """The object that a setting's value names: one of the known, or module:name."""
     try:
         return known.get(value) or pkgutil.resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
@@ -1143,7 +1149,7 @@ class Config:
     objective: str = setting("grpo", "grpo, dr_grpo, dapo or gspo")
     prompt_prune_rate: float = setting(0.7, "r_q, share of low-scoring prompts to prune")
     completion_prune_rate: float = setting(0.7, "r_o, the same of completions")
-    prompts_per_step: int = setting(32, "of a step; a rule may reach their noise with fewer")
+    prompts_per_step: int = setting(32, "rolled out; a rule may do with fewer at equal noise")
     group_size: int = setting(8, "G, completions of each prompt")
     inner_epochs: int = setting(1, "updates on each rollout")
     beta: float = setting(0.0, "weight of the KL term")
@@ -1160,12 +1166,12 @@ class Config:
     chat_template_kwargs: str = setting("{}", 'JSON, such as {"enable_thinking": false}')
     max_prompt_tokens: int = setting(512, "longer ones are left out")
     reward: str = setting(("gsm8k", "exact"), "gsm8k (a number), exact (a text), module:function")
-    eval_dataset: str = setting("", "like --dataset, or a,b; without it some are held out")
+    eval_dataset: str = setting("", "like --dataset, or a,b; if empty, some are held out")
     eval_prompts: int = setting(256, "prompts of each set, at most")
     eval_samples: int = setting(4, "samples of each prompt")
     steps: int = setting((300, 60), "training steps; 0 only evaluates")
     epochs: float = setting(0.0, "instead of steps: passes over the prompts, pruned included")
-    eval_every: int = setting((0, 10), "steps between evaluations; 0: ends only")
+    eval_every: int = setting((0, 10), "steps between evaluations; 0: at start and end")
     save_every: int = setting(50, "steps between checkpoints; 0: only at the end")
     rollout_batch_size: int = setting(256, "sequences generated at a time")
     micro_batch_tokens: int = setting(4096, "tokens of a forward pass")
@@ -1200,7 +1206,7 @@ class Config:
 
 # ---- 15. Runs
 def evaluate(task, config):
-    """-> the mean of all rewards, `accuracy`, and of each set's; some completions."""
+    """-> the mean of all rewards, `accuracy`, and of those of each set; some completions."""
     transformers.set_seed(config.seed % 2**32)  # the same every time
     given, shown = {"accuracy": torch.zeros(0)}, []
     for name, examples in task.evals.items():
@@ -1209,14 +1215,14 @@ def evaluate(task, config):
         given["accuracy"] = torch.cat([given["accuracy"], rewards.flatten()])
         for q, example in enumerate(examples[:3]):
             text = task.tokenizer.decode(sequences[q * config.eval_samples].completion)
-            shown.append([text, example.get("answer"), rewards[q, 0].item()])
+            shown.append([text, str(example.get("answer")), rewards[q, 0].item()])
     means = {name: rewards.nanmean().item() for name, rewards in given.items()}
     return means | {"evaluation": shown}
 
 
 def record_of(step, task):
-    """A step's record: means over its window, estimated from what was kept. Of several updates, it
-    has the sums of what is counted, and the largest norm and weight."""
+    """A step's record: means over its window, estimated from what was kept. Over several updates,
+    counts are summed, fractions averaged, and the norm and the weight are the largest."""
     updates = step.updates
     w_q = step.w_q[:, None].expand_as(step.rewards).flatten().tolist()
     is_missing = step.rewards.isnan()
@@ -1241,7 +1247,7 @@ def record_of(step, task):
 
 
 def summary(steps, config):
-    """What to tell of a whole run: means over its steps, and what undid its weights."""
+    """What to tell of a whole run: means over its steps, and if clipping undid the weights."""
     if not steps:
         return []
     seconds = sum(record["rollout_seconds"] + record["train_seconds"] for record in steps)
@@ -1251,8 +1257,8 @@ def summary(steps, config):
         values = torch.tensor([record[name] for record in steps], dtype=torch.float64)
         told.append(f"{name} {values.nanmean():.2f}")  # NaN where a step had no reward at all
 
-    norms = [record["grad_norm"] for record in steps if record["weight_max"] > 1]
-    norms = [norm for norm in norms if 0 < norm < math.inf]  # of updates
+    weighted = [record["grad_norm"] for record in steps if record["weight_max"] > 1]
+    norms = [norm for norm in weighted if 0 < norm < math.inf]  # of steps with an update
     clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
     if config.rule_class.unbiased and clipped > 0.5:
         told.append(f"the norm was clipped in {clipped:.0%} of the updates: raise --max_grad_norm")
@@ -1275,8 +1281,8 @@ class Run:
         self.config, self.task = config, task
         checksum = 0  # as other data may have as many prompts
         for example in task.train:
-            task_of = example["prompt_ids"], example.get("answer")
-            checksum = zlib.crc32(str(task_of).encode(), checksum)
+            pair = example["prompt_ids"], example.get("answer")
+            checksum = zlib.crc32(str(pair).encode(), checksum)
         self.settings = asdict(config) | {"prompts": f"{len(task.train)}, checksum {checksum}"}
         self.rule = config.rule_class(config, len(task.train))
         self.optimizer = MasterAdam(task.model, config.learning_rate)
@@ -1287,24 +1293,26 @@ class Run:
         if config.resume and (self.out / "checkpoint.pt").exists():
             self.restore(self.out, self.settings.keys() - MAY_CHANGE)
         elif config.history:
-            self.restore(Path(config.history), MUST_AGREE)
+            self.restore(Path(config.history), MUST_AGREE, only_memory=True)
         self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
         with refusing("--output_dir or --resume: "):
-            self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # last: none if refused
+            self.out.mkdir(
+                parents=True, exist_ok=bool(config.resume)
+            )  # now that nothing is refused
         with writing(self.out / "config.json") as path:
             path.write_text(json.dumps(asdict(config), indent=2))
         self.logged = 0  # records in metrics.jsonl, which is written anew
 
-    def restore(self, folder, names):
-        """Takes over a run's memory, if these settings agree, and to go on with it all the rest."""
+    def restore(self, folder, must_agree, only_memory=False):
+        """Takes over a run's memory if these settings agree and, to go on with it, the rest."""
         with refusing(f"{folder}: "):
             saved = torch.load(folder / "checkpoint.pt", "cpu", mmap=True)
-        for name in sorted(names):
+        for name in sorted(must_agree):
             if saved["settings"].get(name) != self.settings[name]:
                 raise Refused(f"{folder} was made with {name} = {saved['settings'].get(name)!r}")
         self.rule.memory |= copy.deepcopy(saved["memory"])  # or the file would stay mapped
         last, optimizer = saved["records"][-1], self.optimizer
-        if folder != self.out:  # from these counts on, so that no random number is used twice
+        if only_memory:  # and these, as the count of candidates seeds random numbers
             self.records[0] |= {name: last[name] for name in ("candidates_so_far", "mean_length")}
             return
         self.records = saved["records"]
@@ -1332,8 +1340,8 @@ class Run:
         started_at = time.perf_counter()
         config, before = self.config, self.records[-1]
         number, seen = before["step"] + 1, before["candidates_so_far"]
-        # A generator for draws, as a reward may seed torch's.
         transformers.set_seed((1_000_003 * config.seed + seen) % 2**32)
+        # Draws have a generator of their own, as a reward may seed torch's.
         generator = torch.Generator().manual_seed(torch.randint(2**32, ()).item())
         rate = config.learning_rate * min(1.0, number / max(1, config.warmup_steps))
         self.optimizer.param_groups[0]["lr"] = rate
@@ -1348,8 +1356,11 @@ class Run:
         record |= {"candidates_so_far": seen, "epoch": seen / len(self.task.train)}
         record |= {"rollout_seconds": step.rollout_seconds, "train_seconds": seconds}
         record["rollout_worth"] = config.prompts_per_step / step.limit
-        memory = self.rule.memory  # a number of numpy's could not be loaded again
-        self.memory = {name: torch.as_tensor(memory[name]).clone() for name in memory}
+        memory = {}
+        for name, value in self.rule.memory.items():  # as tensors, as numpy's could not be loaded
+            dtype = torch.float64 if isinstance(value, float) else None
+            memory[name] = torch.as_tensor(value, dtype=dtype).clone()
+        self.memory = memory  # at once, as an interruption may come at any time
         self.records.append(record)
         return record
 
@@ -1360,20 +1371,20 @@ class Run:
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
             result = evaluate(self.task, self.config)
             record |= result
-            told = [f"{name} {result[name]:.2f}" for name in result if " of " in name]
+            names = [f"accuracy of {name}" for name in self.task.evals]
+            told = [f"{name} {result[name]:.2f}" for name in names]
             bar.write(f"step {record['step']}: {', '.join(told)}")
         path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
         with refusing(f"{path}: "), path.open(mode) as file:
             for record in self.records[self.logged :]:
-                text = json.dumps(record, default=str)  # also what JSON lacks, such as dates
-                strict = json.loads(text, parse_constant=lambda name: None)  # null for NaN
-                file.write(json.dumps(strict) + "\n")
+                strict = json.loads(json.dumps(record), parse_constant=lambda name: None)
+                file.write(json.dumps(strict) + "\n")  # null for NaN
         self.logged = len(self.records)
         bar.update(done - bar.n)
 
 
 def train(config, task):
-    """Makes a run, or its rest. Its last whole step is saved, unless it ends amid an update."""
+    """Makes a run, or its rest. Saves its last whole step, unless stopped while weights change."""
     run = Run(config, task)
     print(f"if it is stopped, go on with: python dppo.py --resume={str(run.out)!r}")
     done, total = run.progress()

@@ -1065,8 +1065,8 @@ def test_data_are_files_whose_texts_stay_as_they_are_or_slices_on_the_hub(monkey
 
 
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
-    rows = {"csv": [("1=,7,000", "not the fields of"), (131_073 * "1", "larger than field limit")]}
-    rows["jsonl"] = [('["1="]', "not the fields of"), ("null", "not the fields of"), ("{", "2 col")]
+    rows = {"csv": [("1=,7,000", "not those of the"), (131_073 * "1", "larger than field limit")]}
+    rows["jsonl"] = [('["1="]', "not those of the"), ("null", "not those of the"), ("{", "2 col")]
     user, shape = {"role": "user", "content": "1="}, "is no text, and no list of messages with role"
     prompts = [(1, shape), ([user | {"content": None}], shape), ([{"from": "human"}], shape)]
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
@@ -1305,14 +1305,14 @@ def test_the_last_line_says_what_went_wrong(monkeypatch, capsys, tmp_path):
         for name, mean in re.findall(r"(\w+_\w+) (\d\.\d\d);", last):
             assert mean == f"{sum(recorded(out, name)) / settings['steps']:.2f}"
         assert ("the norm was clipped" in last) == ("the norm was clipped" in told)
-        assert metrics(out)[0]["evaluation"][0][1] == "12"
+        assert metrics(out)[0]["evaluation"][0][1] == "12" and torch.load(out / "checkpoint.pt")
     assert re.fullmatch(r"epoch \d\.\d, reward \S+", *dppo.tqdm.set_description.call_args.args)
 
 
 class ChangedByLooks(dppo.ProportionalDPPO):
     def prompt_probabilities(self):
         self.memory["rewards"] *= 0.9
-        self.memory["mean"] = self.memory["rewards"].numpy().mean()  # no tensor
+        self.memory["sum"] = self.memory.get("sum", 0.1) + self.memory["rewards"].numpy().sum()
         return super().prompt_probabilities()
 
 
