@@ -608,6 +608,7 @@ def train_step(model, optimizer, sequences, advantages, shares, old, ref, config
         "clipped_fraction": clipped,  # of the tokens
         "grad_norm": grad_norm,
         "updates_skipped": int(not math.isfinite(grad_norm)),
+        "updates_clipped": int(config.max_grad_norm < grad_norm < math.inf),
     }
 
 
@@ -831,14 +832,17 @@ def text_of(completion):
 
 
 AS_READ = {  # patterns and what replaces them, in turn, so that numbers stand as they are read
-    r"\\(?:text|math|bold|mbox)\w* *\{([^{}]*)\}": r" \1 ",
-    r"(?:\b[A-Z]{1,3})?\\?[$€£]|\\?%|\\!|°[CF]?|\^ *\{? *\\circ *\}?": "",
-    r"\{,\}|(?<=\d)\\,(?=\d{3})": ",",
-    r"\*\*|\\[,;: ()[\]{}]|\\quad|[\u3000-\u9fff\uac00-\ud7af]": " ",  # also Chinese, and the like
+    r"\\(?:text|math|bold|mbox|fbox|underline|emph)\w* *\{([^{}]*)\}": r" \1 ",
+    r"(?:\b[A-Z]{1,3})?\\?[$€£]|\\?%|\\!": "",
+    r"\{,\}|(?<=\d)\\[,;:](?=\d{3})": ",",
+    r"[°º][CF]?|\\degree|\^ *\{? *\\circ *\}?|\*\*|\\left|\\right|\\[,;: ()[\]{}]|\\quad": " ",
+    r"(?![百千万亿])[\u3000-\u9fff\uac00-\ud7af]": " ",  # Chinese, and the like
+    r" *([\^/{]) *|(?<=sqrt) +| +(?=\\(?:[dt]?frac|sqrt|pi)(?![a-z]))": r"\1",
     "\N{MINUS SIGN}|[\u2011\u2013](?=\\d)": "-",
 }
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # to ASCII
-WORD = r"(?:[\w^{}\\√]|[.,/-]{1,2}(?=\d)|(?<=\d):(?=\d)|(?<=[a-z])\((?=\d))+"
+GLUE = r"[.,/-]{1,2}(?=\d)|\.(?=\\)|\)(?=\^)|(?<=\d):(?=\d)|(?<=[a-z])[([](?=\d)"  # as in 1/2
+WORD = r"(?:[\w^{}\\√]|" + GLUE + ")+"
 NUMBER = r"(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?)"  # -1,234.5, 18 or .5
 UNIT = r"((?!(?:pi|sqrt)\b)[a-zA-Z]{2,})?"
 
@@ -976,10 +980,10 @@ def read_rows(spec, split):
         return datasets.load_dataset("parquet", data_files=glob.escape(spec), split="train")
     text = Path(spec).read_text(encoding="utf-8-sig")
     if kind == ".csv":
-        return list(csv.DictReader(io.StringIO(text), strict=True))
-    if not text.lstrip().startswith("["):  # a row in each line, made into an array
-        text = "[" + ",".join(filter(str.strip, io.StringIO(text))) + "]"
-    return json.loads(text)
+        return csv.DictReader(io.StringIO(text), strict=True)
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return map(json.loads, filter(str.strip, io.StringIO(text)))
 
 
 def value_of(row, columns):
@@ -996,11 +1000,14 @@ def value_of(row, columns):
 def load_examples(spec, split, config, tokenizer, evaluated=()):
     """Shuffled examples of a file or of path[[:config]:split]; tells why rows are left out."""
     with refusing(f"{spec} cannot be read: "):
-        rows = read_rows(spec, split)
-    examples, left_out, columns = [], {}, {"answer": None}
+        rows = iter(read_rows(spec, split))
+    examples, left_out, columns = [], {}, {}
     taken = {tuple(example["prompt_ids"]) for example in evaluated}
-    for number, row in enumerate(tqdm(rows, spec, leave=False, delay=5, disable=None), start=1):
+    for number in tqdm(count(1), spec, leave=False, delay=5, disable=None):
         with refusing(f"{spec}, row {number}: "):
+            row = next(rows, rows)
+            if row is rows:  # the end
+                break
             if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
                 raise Refused("its fields are not those of the others")
             prompt, ids = encode_prompt(value_of(row, config.prompt_column), config, tokenizer)
@@ -1019,7 +1026,7 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             taken.add(tuple(ids))
             examples.append(row | {"prompt": prompt, "prompt_ids": ids, "answer": answer})
 
-    told = f"{spec}: {len(rows)} rows of {', '.join(columns)}; {len(examples)} prompts"
+    told = f"{spec}: {number - 1} rows of {', '.join(columns)}; {len(examples)} prompts"
     for reason, some in left_out.items():
         told += f", {len(some)} {reason} ({some[0]!r:.40})"
     no_answers = all(example["answer"] is None for example in examples)
@@ -1230,7 +1237,7 @@ def record_of(step, task):
     given = step.w_q * ~is_missing.all(dim=1)  # (B,), 0 without a reward
 
     record = updates[-1] | {"prompts_seen": step.N, "prompts_rolled": len(step.w_q)}
-    for name in ("completions_trained", "tokens_trained", "updates_skipped"):
+    for name in ("completions_trained", "tokens_trained", "updates_skipped", "updates_clipped"):
         record[name] = sum(update[name] for update in updates)
     for name in ("packing_density", "kl", "clipped_fraction"):
         record[name] = fmean(update[name] for update in updates)
@@ -1257,10 +1264,9 @@ def summary(steps, config):
         values = torch.tensor([record[name] for record in steps], dtype=torch.float64)
         told.append(f"{name} {values.nanmean():.2f}")  # NaN where a step had no reward at all
 
-    weighted = [record["grad_norm"] for record in steps if record["weight_max"] > 1]
-    norms = [norm for norm in weighted if 0 < norm < math.inf]  # of steps with an update
-    clipped = fmean(norm > config.max_grad_norm for norm in norms or [0.0])
-    if config.rule_class.unbiased and clipped > 0.5:
+    has_weights = max(record["weight_max"] for record in steps) > 1 + 1e-9
+    clipped = sum(record["updates_clipped"] for record in steps) / max(1, steps[-1]["updates"])
+    if config.rule_class.unbiased and has_weights and clipped > 0.5:
         told.append(f"the norm was clipped in {clipped:.0%} of the updates: raise --max_grad_norm")
     return told
 
@@ -1290,7 +1296,8 @@ class Run:
         self.records = [dict.fromkeys(("step", "updates", "candidates_so_far", "mean_length"), 0)]
         new = time.strftime(f"runs/%Y%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(config.resume or config.output_dir or new).absolute()
-        if config.resume and (self.out / "checkpoint.pt").exists():
+        was_saved = (self.out / "checkpoint.pt").exists() or (self.out / "model").exists()
+        if config.resume and was_saved:
             self.restore(self.out, self.settings.keys() - MAY_CHANGE)
         elif config.history:
             self.restore(Path(config.history), MUST_AGREE, only_memory=True)
@@ -1302,6 +1309,7 @@ class Run:
         with writing(self.out / "config.json") as path:
             path.write_text(json.dumps(asdict(config), indent=2))
         self.logged = 0  # records in metrics.jsonl, which is written anew
+        self.is_stopped = False
 
     def restore(self, folder, must_agree, only_memory=False):
         """Takes over a run's memory if these settings agree and, to go on with it, the rest."""
@@ -1328,12 +1336,18 @@ class Run:
         with writing(self.out / "checkpoint.pt") as path, path.open("wb") as file:
             torch.save(saved, file)
 
+    def stop(self, *_):
+        """Stops at once or, if this step has begun to change the weights, after it."""
+        self.is_stopped = True
+        if self.records[-1]["updates"] == self.optimizer.updates:
+            raise KeyboardInterrupt
+
     def progress(self):
         """Steps or, with --epochs, candidates: how many there were, and how many there will be."""
         start, last, epochs = self.records[0], self.records[-1], self.config.epochs
         if epochs > 0:
             seen = last["candidates_so_far"] - start["candidates_so_far"]
-            return seen, math.ceil(epochs * len(self.task.train))
+            return seen, math.ceil(epochs * len(self.task.train) - 1e-9)
         return last["step"], self.config.steps
 
     def make_step(self):
@@ -1360,8 +1374,7 @@ class Run:
         for name, value in self.rule.memory.items():  # as tensors, as numpy's could not be loaded
             dtype = torch.float64 if isinstance(value, float) else None
             memory[name] = torch.as_tensor(value, dtype=dtype).clone()
-        self.memory = memory  # at once, as an interruption may come at any time
-        self.records.append(record)
+        self.memory, self.records = memory, [*self.records, record]  # at once, so never one alone
         return record
 
     def log(self, bar):
@@ -1373,7 +1386,7 @@ class Run:
             record |= result
             names = [f"accuracy of {name}" for name in self.task.evals]
             told = [f"{name} {result[name]:.2f}" for name in names]
-            bar.write(f"step {record['step']}: {', '.join(told)}")
+            bar.write(f"step {record['step']}: {', '.join(told) or 'nothing to evaluate'}")
         path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
         with refusing(f"{path}: "), path.open(mode) as file:
             for record in self.records[self.logged :]:
@@ -1383,36 +1396,55 @@ class Run:
         bar.update(done - bar.n)
 
 
+@contextmanager
+def on_signals(handler):
+    """Ctrl-C, and SIGTERM at the end of a job's time on a cluster, call `handler` meanwhile."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before):
+            signal.signal(number, old)
+
+
 def train(config, task):
-    """Makes a run, or its rest. Saves its last whole step, unless stopped while weights change."""
+    """Makes a run, or its rest. Saves its last whole step, unless a failure came amid updates."""
     run = Run(config, task)
     print(f"if it is stopped, go on with: python dppo.py --resume={str(run.out)!r}")
-    done, total = run.progress()
-    try:
-        with tqdm(total=total, initial=done, disable=None) as bar:
-            run.log(bar)
-            while done < total:
-                record = run.make_step()
-                bar.set_description("epoch {epoch:.1f}, reward {reward:.2f}".format(**record))
-                run.log(bar)
-                done, total = run.progress()
-                if done < total and record["step"] % (config.save_every or math.inf) == 0:
-                    run.save()
-    finally:
-        last = run.records[-1]
-        is_whole = last["updates"] == run.optimizer.updates  # not amid those of a step
-        if is_whole and last["step"] > 0:
-            run.save()
-            with refusing(f"{run.out}/model: "):
-                task.model.save_pretrained(run.out / "model")
-                task.tokenizer.save_pretrained(run.out / "model")
-
+    with on_signals(signal.SIG_IGN):  # while it saves
+        try:
+            with on_signals(run.stop):
+                train_steps(run)
+        finally:
+            last = run.records[-1]
+            is_whole = last["updates"] == run.optimizer.updates
+            if is_whole and last["step"] > 0:
+                run.save()
+                with refusing(f"{run.out}/model: "):
+                    task.model.save_pretrained(run.out / "model")
+                    task.tokenizer.save_pretrained(run.out / "model")
     print("; ".join([*summary(run.records[1:], config), f"results are in {run.out}"]))
+
+
+def train_steps(run):
+    """Makes the steps that are left, logs each, and saves some."""
+    done, total = run.progress()
+    with tqdm(total=total, initial=done, disable=None) as bar:
+        run.log(bar)
+        while done < total:
+            record = run.make_step()
+            if run.is_stopped:
+                raise KeyboardInterrupt
+            bar.set_description("epoch {epoch:.1f}, reward {reward:.2f}".format(**record))
+            run.log(bar)
+            done, total = run.progress()
+            if done < total and record["step"] % (run.config.save_every or math.inf) == 0:
+                run.save()
 
 
 def main():
     sys.path.append("")  # module:name may be in the current folder
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster stops as Ctrl-C does
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     parser = transformers.HfArgumentParser(Config, usage="dppo.py [options]", allow_abbrev=False)

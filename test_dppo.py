@@ -942,11 +942,18 @@ def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else(
     none = ["(3,4)", "14,16", "1/2", r"\frac{14}{3}", "12:30", "10-12", "52_8", "0,500", "one", ""]
     none += ["1234,567", "2^3", r"\sqrt{13}", "1.234,50", "x5", "5x", "1e3", "5²", "3pi", "\u0663"]
     none += ["#### (3,4)", "#### 1/2", "#### 1 1/2", "#### 5+3", "#### 5 + 13 = 18", "\n" * 99_999]
-    none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2\sqrt{3}}", r"\boxed{2 \times 9}"]
-    none += ["9" * 99_999 + "x", r"\boxed{1.8 \times 10^1}"]
+    none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2 \sqrt{3}}", r"\boxed{2 \times 9}"]
+    none += ["9" * 99_999 + "x", r"\boxed{1.8 \times 10^1}", r"\boxed{(-2)^3}", "#### 3 /4", "18万"]
     assert {dppo.gsm8k_number(text) for text in none} == {None}
-    sentences = ["so 18 eggs.", "#### 18 dollars a day", "5 +\n13 = 18", "(18)", "x = 18!", "< 18"]
-    sentences += [r"\boxed{18\text{ dollars}}", r"\(3 \times 6 = 18\)", "18km", "从3到18。", "18元"]
+    sentences = [
+        "so 18 eggs.",
+        "#### 18 dollars a day",
+        "5 +\n13 = 18",
+        "(18)",
+        "x = 18km!",
+        "< 18",
+    ]
+    sentences += [r"\boxed{18\text{ dollars}}", r"\(3 \times 6 = 18\)", "从3到18。", r"18^\circ C"]
     assert {dppo.gsm8k_number(text) for text in sentences} == {18}
     none += [*sentences[:6], "± 7", "6 - 5i", "2 1/4"]
     assert {dppo.gsm8k_number(text, is_answer=True) for text in none} == {None}
@@ -1035,7 +1042,7 @@ def test_rows_that_are_left_out_are_told_by_reason_and_add_up(tmp_path, capsys):
     expected = {"prompt": "12", "prompt_ids": tiny_tokenizer().encode("7\n\n12"), "answer": "4"}
     assert example == expected | {"question": "12", "solution": "4", "level": 5, "tools": None}
     told = capsys.readouterr().out
-    assert "a.jsonl: 6 rows of answer, question, solution, level, tools; 1 prompts" in told
+    assert "a.jsonl: 6 rows of question, solution, level, tools; 1 prompts" in told
     assert ", 2 empty (None)" in told and "1 not gradable ('B')" in told
     assert "1 over --max_prompt_tokens" in told and "1 repeated" in told
 
@@ -1066,7 +1073,7 @@ def test_data_are_files_whose_texts_stay_as_they_are_or_slices_on_the_hub(monkey
 
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     rows = {"csv": [("1=,7,000", "not those of the"), (131_073 * "1", "larger than field limit")]}
-    rows["jsonl"] = [('["1="]', "not those of the"), ("null", "not those of the"), ("{", "2 col")]
+    rows["jsonl"] = [('["1="]', "not those of the"), ("null", "not those of the"), ("{", "Expec")]
     user, shape = {"role": "user", "content": "1="}, "is no text, and no list of messages with role"
     prompts = [(1, shape), ([user | {"content": None}], shape), ([{"from": "human"}], shape)]
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
@@ -1078,7 +1085,7 @@ def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
     for kind, first in {"csv": "prompt,answer\n1=,1\n", "jsonl": '{"prompt": "1="}\n'}.items():
         for row, reason in rows[kind]:
             (tmp_path / f"a.{kind}").write_text(first + row)
-            with pytest.raises(dppo.Refused, match=f"a.{kind}.*(row 2|read): .*{reason}"):
+            with pytest.raises(dppo.Refused, match=f"a.{kind}, row 2: .*{reason}"):
                 load(tmp_path / f"a.{kind}", system_prompt="7", tokenizer=tokenizer)
 
 
@@ -1266,11 +1273,11 @@ def test_records_estimate_means_over_the_window_and_add_up_updates():
     step.sequences = [Sequence([2], ids) for ids in completions]
     step.w_q = torch.tensor([2.0, 1.0, 1.0]).double()
     step.weights = [torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]), torch.ones(3, 2)]
-    names = ("completions_trained", "tokens_trained", "updates_skipped", "grad_norm")
-    names += ("packing_density", "kl", "clipped_fraction")
-    updates = ([3, 8, 0, 10.6, 0.5, 0.0, 0.0], [6, 18, 1, 0.7, 1.0, 0.4, 0.1])
+    names = ("completions_trained", "tokens_trained", "updates_skipped", "updates_clipped")
+    names += ("grad_norm", "packing_density", "kl", "clipped_fraction")
+    updates = ([3, 8, 0, 1, 10.6, 0.5, 0.0, 0.0], [6, 18, 1, 0, 0.7, 1.0, 0.4, 0.1])
     step.updates = [dict(zip(names, values)) for values in updates]
-    expected = dict(zip(names, [9, 26, 1, 10.6, 0.75, 0.2, 0.05]))
+    expected = dict(zip(names, [9, 26, 1, 1, 10.6, 0.75, 0.2, 0.05]))
     expected |= {"prompts_seen": 5, "prompts_rolled": 3, "reward": 2 / 3, "weight_max": 3}
     expected |= {"zero_variance_fraction": 1 / 3, "truncated_fraction": 2 / 8, "mean_length": 2.5}
     expected |= {"missing_fraction": 2 / 8, "completion_length": 11 / 4}
@@ -1357,10 +1364,9 @@ def test_a_run_of_some_epochs_with_history_in_two_parts_is_the_run_in_one(monkey
 
 def test_a_run_that_fails_goes_on_as_if_it_had_not(tmp_path):
     # What fails, at which of its calls; the step that is saved. In step 2, there is no update.
-    failures = [("dppo.evaluate", 1, None), ("dppo.record_of", 1, None), ("dppo.evaluate", 3, 4)]
+    failures = [("dppo.evaluate", 1, None), ("dppo.record_of", 1, None), ("dppo.evaluate", 4, 6)]
     failures += [("dppo.train_step", 7, 3), ("dppo.train_step", 8, 2), ("dppo.record_of", 2, 1)]
     failures += [("torch.optim.adam.adam", 7, 4), ("dppo.prune_completions", 5, 2)]
-    failures += [("dppo.evaluate", 4, 6)]
     settings = SMALL | {"steps": 6, "eval_every": 2, "save_every": 2}
     run(tmp_path / "one", **settings)
     for name, call, step in failures:
@@ -1409,31 +1415,32 @@ def test_what_is_refused_or_fails_for_want_of_space_leaves_the_last_checkpoint(t
     new = {"micro_batch_tokens": 100, "rollout_batch_size": 8, "save_every": 1, "eval_every": 1}
     run(out, steps=4, **new)
     assert json.loads((out / "config.json").read_text()).items() > new.items()  # from now on
+    (out / "checkpoint.pt").unlink()  # what is left must not be overwritten
+    refuses("checkpoint.pt", resume=str(out))
 
 
-def test_ctrl_c_or_sigterm_saves_the_last_whole_step(monkeypatch, capsys, tmp_path):
+def test_ctrl_c_or_sigterm_loses_no_whole_step(monkeypatch, capsys, tmp_path):
     def interrupted(real, number, at, *inputs, **columns):
         if next(at) == 0:
             os.chdir("/")  # paths are absolute from the start
             signal.raise_signal(number)
         return real(*inputs, **columns)
 
-    # The first call of the reward is of the evaluation, the seventh in the sixth step.
     monkeypatch.chdir(tmp_path)
-    reward = partial(interrupted, lengths_reward, signal.SIGTERM, itertools.count(-6))
+    reward = partial(interrupted, lengths_reward, signal.SIGTERM, itertools.count(-6))  # in step 6
     monkeypatch.setattr(dppo, "load_task", lambda config: tiny_task(reward))
     with pytest.raises(SystemExit, match="130"):
-        main("--steps=9", "--prompts_per_step=4", "--output_dir=one", "--save_every=0")
+        main("--steps=9", "--prompts_per_step=4", "--inner_epochs=2", "--output_dir=one")
     out, shown = tmp_path / "one", capsys.readouterr()
-    assert f"go on with: python dppo.py --resume='{out}'" in shown.out
-    assert "|" not in shown.err  # without a terminal there is no bar
+    assert f"--resume='{out}'" in shown.out and "|" not in shown.err  # no bar without a terminal
     assert recorded(out, "step") == [1, 2, 3, 4, 5] and (out / "model").exists()
-    rest = ("--epochs=4", f"--resume={out}")  # in place of steps
-    save = partial(interrupted, torch.save, signal.SIGINT, itertools.count(0))
-    with mock.patch.object(torch, "save", save), pytest.raises(SystemExit, match="130"):
-        main(*rest)
-    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 5
-    main(*rest)
+    for module, name, call in ((dppo, "train_step", -1), (torch, "save", 0)):  # both are ended
+        real, at = getattr(module, name), itertools.count(call)
+        monkeypatch.setattr(module, name, partial(interrupted, real, signal.SIGINT, at))
+    with pytest.raises(SystemExit, match="130"):
+        main("--epochs=4", f"--resume={out}")
+    assert torch.load(out / "checkpoint.pt")["records"][-1]["step"] == 6
+    main("--epochs=4", f"--resume={out}")  # in place of steps
     last = torch.load(out / "checkpoint.pt")["records"][-1]
     assert last["candidates_so_far"] >= 4 * 16 and last["step"] == recorded(out, "step")[-1] > 9
 
