@@ -945,14 +945,7 @@ def test_numbers_are_read_where_there_is_one_and_an_answer_must_be_nothing_else(
     none += [r"\boxed{3,4}", r"\boxed{\frac{1}{2}}", r"\boxed{2 \sqrt{3}}", r"\boxed{2 \times 9}"]
     none += ["9" * 99_999 + "x", r"\boxed{1.8 \times 10^1}", r"\boxed{(-2)^3}", "#### 3 /4", "18万"]
     assert {dppo.gsm8k_number(text) for text in none} == {None}
-    sentences = [
-        "so 18 eggs.",
-        "#### 18 dollars a day",
-        "5 +\n13 = 18",
-        "(18)",
-        "x = 18km!",
-        "< 18",
-    ]
+    sentences = ["so 18 eggs.", "#### 18 dollars", "5 +\n13 = 18", "(18)", "x = 18km!", "< 18"]
     sentences += [r"\boxed{18\text{ dollars}}", r"\(3 \times 6 = 18\)", "从3到18。", r"18^\circ C"]
     assert {dppo.gsm8k_number(text) for text in sentences} == {18}
     none += [*sentences[:6], "± 7", "6 - 5i", "2 1/4"]
