@@ -980,7 +980,7 @@ def read_rows(spec, split):
         return datasets.load_dataset("parquet", data_files=glob.escape(spec), split="train")
     text = Path(spec).read_text(encoding="utf-8-sig")
     if kind == ".csv":
-        return csv.DictReader(io.StringIO(text), strict=True)
+        return csv.DictReader(io.StringIO(text), restval=..., strict=True)
     if text.lstrip().startswith("["):
         return json.loads(text)
     return map(json.loads, filter(str.strip, io.StringIO(text)))
@@ -1008,7 +1008,8 @@ def load_examples(spec, split, config, tokenizer, evaluated=()):
             row = next(rows, rows)
             if row is rows:  # the end
                 break
-            if not isinstance(row, dict) or None in row:  # None: what is beyond a csv's header
+            # In a csv, None has the fields beyond the header, and ... stands for missing ones.
+            if not isinstance(row, dict) or None in row or ... in row.values():
                 raise Refused("its fields are not those of the others")
             prompt, ids = encode_prompt(value_of(row, config.prompt_column), config, tokenizer)
         answer = value_of(row, config.answer_column)
@@ -1189,6 +1190,10 @@ class Config:
     resume: str = setting("", "folder of a run to go on with")
 
     def __post_init__(self):
+        if self.epochs > 0:
+            if self.steps not in (0, Config.steps):
+                raise Refused("--steps and --epochs exclude each other")
+            self.steps = 0
         for name, value in asdict(self).items():
             if isinstance(value, tuple):  # a pair of defaults
                 value = value[0] if self.model else value[1]

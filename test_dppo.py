@@ -1065,8 +1065,8 @@ def test_data_are_files_whose_texts_stay_as_they_are_or_slices_on_the_hub(monkey
 
 
 def test_a_row_that_cannot_be_used_is_refused_by_its_number(tmp_path):
-    rows = {"csv": [("1=,7,000", "not those of the"), (131_073 * "1", "larger than field limit")]}
-    rows["jsonl"] = [('["1="]', "not those of the"), ("null", "not those of the"), ("{", "Expec")]
+    rows = {"jsonl": [('["1="]', "not those of"), ("null", "not those of"), ("{", "Expec")]}
+    rows["csv"] = [("1=,7,0", "not those of"), ("1=", "not those of"), (9**6 * "1", "field limit")]
     user, shape = {"role": "user", "content": "1="}, "is no text, and no list of messages with role"
     prompts = [(1, shape), ([user | {"content": None}], shape), ([{"from": "human"}], shape)]
     prompts += [("<end>1=", "it is a chat as a text: a list of messages"), (["1=", "2="], "")]
@@ -1188,7 +1188,7 @@ REFUSED += [("--reward test_dppo:none", "none is not one of gsm8k, exact: .* no 
 REFUSED += [("--reward mine.py:reward", "--reward mine.py:reward is not one of gsm8k, exact: ")]
 REFUSED += [("--model x", "--model or --dataset is missing"), ("--history .", "checkpoint.pt")]
 REFUSED += [("--output_dir .", "exists"), ("--resume none", "none/config.json")]
-REFUSED += [("--resume MODEL", "keys are not used")]  # config.json would be overwritten
+REFUSED += [("--resume MODEL", "keys are not used"), ("--steps 1 --epochs 1", "exclude each")]
 REFUSED += [(OWN + "one.jsonl --eval_dataset one.jsonl", "0 prompts, 1 repeated or evaluated")]
 REFUSED += [(OWN + "one.jsonl --prompt_column x", "0 prompts, 1 empty .*: set --prompt_column")]
 REFUSED += [(OWN + "one.jsonl --reward dppo:exact --answer_column gold", "set --prompt_column")]

@@ -133,7 +133,7 @@ DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
 GUESSES = {"steps": 100, "eval_every": 10, "save_every": 0, "eval_samples": 8}
 GUESSES |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
 SETTINGS = {"digits": DIGITS, "digits, new seeds": DIGITS, "guess or pass": GUESSES}
-SETTINGS["epochs"] = {"epochs": 15.0, "steps": 10**6, "eval_every": 0, "save_every": 40}
+SETTINGS["epochs"] = {"epochs": 15.0, "eval_every": 0, "save_every": 40}
 
 
 # ==== Guess or pass ====
