@@ -527,11 +527,11 @@ def test_advantages_are_of_whole_groups_and_0_where_there_is_nothing_to_learn():
 
 def test_the_paper_s_rule_prunes_the_floor_of_the_low_set():
     for scores, rate, expected in (
-        ([0.1, 0.2, 0.3, 0.4, 4.0], 0.2, [1.0] * 5),  # floor(0.2 * 4) is none
+        ([0.1, 4.0, 4.0], 0.9, [1.0] * 3),  # floor(0.9 * 1) is none
         ([0.1] * 100 + [50.0], 0.29, [0.71] * 100 + [1.0]),  # 0.29 * 100 is below 29
         ([math.nan, 1.0, 1.0, 4.0], 0.5, [1.0, 0.5, 0.5, 1.0]),
-        ([0.0] * 3, 0.9, [1.0] * 3),
         ([1.0, 1.0 + 2e-7, 1.0], 0.9, [1.0] * 3),  # equal but for rounding: none is low
+        ([0.0] * 3, 0.9, [1.0] * 3),
     ):
         assert dppo.keep_probabilities(torch.tensor(scores), rate).tolist() == expected
 
@@ -628,12 +628,12 @@ def test_a_step_remembers_its_rollout_after_its_updates_and_the_window_s_mean_le
 def test_a_biased_rule_trains_on_the_mean_of_what_it_keeps(rewards):
     given, rule = Given(), rule_with_history()
     rule.unbiased = False  # so it may keep for certain what it likes
-    likes = mock.Mock(side_effect=lambda A, w_q: ((A > 0) & (w_q[:, None] > 1)).double())
+    likes = mock.Mock(side_effect=lambda A, w_q: ((A != 0) & (w_q[:, None] > 1)).double())
     rule.completion_probabilities = likes
     step = given.step(rule, torch.optim.SGD(given.model.parameters()), rewards=rewards)
     kept = likes(step.A, step.w_q)
     assert torch.allclose(step.weights[0] / (step.N * G), kept / kept.sum().clamp(min=1))
-    assert kept.any() == rewards.any()
+    assert (kept.sum() > 1) == rewards.any()
 
 
 # ==== 6. Rollout ====
@@ -1246,7 +1246,7 @@ def test_evaluations_average_over_prompts_and_show_some_completions(monkeypatch)
     graded = iter([[1, 0, 0, 0], [1, 1, 0, None, 1, 0], [None] * 2])
     task = tiny_task(lambda prompts, **_: next(graded))
     task.evals = {"one": task.train[:2], "two": task.train[:3], "three": task.train[:1]}
-    config = Config(eval_samples=2, rollout_batch_size=1, max_completion_tokens=2, seed=2**32)
+    config = Config(eval_samples=2, rollout_batch_size=3, max_completion_tokens=2, seed=2**32)
     result = dppo.evaluate(task, config)
     ids = [example["prompt_ids"] for example in task.train[:3]]
     assert [call.prompts for call, _ in calls] == [[ids[q]] for q in (0, 1, 0, 1, 2, 0)]
