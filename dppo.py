@@ -174,7 +174,7 @@ class DPPO(Rule):
     """The paper's rule, at both levels.
 
     A completion's score is |A|, and a prompt's is the mean |A| of its group at its last visit.
-    Completions without a gradient are left out first, so their mean score is that of the others.
+    Completions without a gradient are left out first, so the mean score is that of the others.
     For prompts it is the mean of all that were visited so far."""
 
     remembers = {"score": math.nan}
@@ -293,7 +293,7 @@ def dppo_step(task, rule, optimizer, upcoming, mean_length, generator):
 
     # 6. Remember last, so that a step that fails changes no memory.
     rule.remember(prompts.clone(), rewards.clone(), A.clone())
-    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # biased, but for later steps
+    length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # biased, but only later steps use it
     return Step(
         limit=limit,
         N=N,
@@ -318,7 +318,7 @@ class Sequence(NamedTuple):
     completion: list  # likewise, with its end id unless cut
 
 
-BLOCK = 1  # tokens, at least, after which rows that have ended leave: 64 with --cuda_graphs
+BLOCK = 1  # tokens after which rows that have ended leave, at least 64 with --cuda_graphs
 
 
 class RoomyCache(transformers.DynamicCache):
@@ -356,9 +356,8 @@ def capture(forward):
 def decode(model, input_ids, generation_config, samples, temperature, end_ids, mask, block, **rest):
     """(prompts, tokens) ids and mask -> (prompts * samples, max_new_tokens) ids of completions, -1
     after their end; their log-probabilities, for check_sampling alone. `model.generate` runs this
-    loop in place of its own, which may apply top_k and the like: here softmax(logits/temperature)
-    is sampled, as it is trained. A CUDA graph launches all kernels of a token at once, but only on
-    tensors that do not move, so these get room for a block of tokens."""
+    loop in place of its own, so that softmax(logits/temperature) is sampled, as it is trained, and
+    no top_k. As tensors must not move while a graph uses them, they get room for a block."""
     cache_name = "cache" if "cache" in rest else "past_key_values"  # the latter until v5.23
     cache, start = rest[cache_name], input_ids.shape[1]
     is_plain = {type(layer) for layer in cache.layers} == {transformers.DynamicLayer}
@@ -403,6 +402,7 @@ def decode(model, input_ids, generation_config, samples, temperature, end_ids, m
             room = block - end % block
             mask = torch.nn.functional.pad(mask[live], (0, room))
             if block > 1:
+                read = None  # frees the last graph
                 cache = RoomyCache(cache, room, column)
                 read = capture(forward)
         mask[:, end] = 1
@@ -643,7 +643,7 @@ class ProportionalDPPO(Rule):
         super().__init__(config, prompt_count)
         zeros = torch.zeros(self.bins, dtype=torch.float64)
         self.memory |= {"visits": zeros, "squares": zeros.clone()}  # (bins,) sums of mean A^2
-        self.memory["prior_visits"] = torch.tensor(4.0).double()  # that a guess counts for
+        self.memory["prior_visits"] = torch.tensor(4.0).double()  # what the guess counts for
 
     def range_of_rewards(self):
         """The lowest reward of the last visits (NaN before any), and the width of their range, 0 if
@@ -709,8 +709,8 @@ class ProportionalDPPO(Rule):
 
     def remember(self, prompts, rewards, advantages):
         memory, bins = self.memory, self.bin_of_prompts()  # by the visits before this one
-        largest = math.inf  # mean A^2 that counts
-        if self.config.objective == "dr_grpo":  # more than this, only outliers give
+        largest = math.inf  # a mean A^2 counts up to this
+        if self.config.objective == "dr_grpo":  # only outliers exceed it
             largest = self.range_of_rewards()[1] ** 2 / 4 or math.inf
         for name in ("visits", "squares", "prior_visits"):
             memory[name] *= self.forget
@@ -789,8 +789,8 @@ def refusing(what):
 
 @torch.no_grad()
 def check_sampling(task, config):
-    """Refuses a model whose trained policy is not the one that samples, as rho is taken to be 1, or
-    that does not know the prompts."""
+    """Refuses a model that does not fit the prompts, or whose trained policy is not the one that
+    samples, as rho is taken to be 1."""
     model = task.model
     prompts = [example["prompt_ids"] for example in chain(task.train, *task.evals.values())]
     shortest, longest = min(prompts, key=len), max(prompts, key=len)
@@ -900,24 +900,16 @@ class Task:
 
 def load_task(config):
     """The user's task, or the embedded one. Data and reward are tried before a model is loaded."""
+    task = user_task(config) if config.model else sorting_task(config)
+    task.evals = {name: examples for name, examples in task.evals.items() if examples}
+    some = task.train[:99]
+    reward_completions(task, some, [Sequence([], [])] * len(some))
     if config.model:
-        with refusing(f"{config.model} cannot be loaded: "):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-        evals = {}
-        for spec in filter(None, config.eval_dataset.split(",")):
-            evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
-        train = load_examples(config.dataset, "train", config, tokenizer, chain(*evals.values()))
-        size = 0 if evals else min(len(train) // 5, config.eval_prompts)
-        evals["held out"] = train[:size]
-        task = Task(train[size:], evals, tokenizer, config.reward_function)
-        reward_completions(task, train[:99], [Sequence([], [])] * len(train[:99]))
-
         options = {"dtype": DTYPE, "attn_implementation": "sdpa", "trust_remote_code": False}
         with refusing(f"{config.model} cannot be loaded: "):
             task.model = transformers.AutoModelForCausalLM.from_pretrained(config.model, **options)
     else:
-        task = sorting_task(config)
-    task.evals = {name: examples for name, examples in task.evals.items() if examples}
+        task.model = warm_started(task.tokenizer)
     task.model.to(DEVICE).eval()
     task.end_ids = end_ids_of(task.model, task.tokenizer)
     check_sampling(task, config)
@@ -967,6 +959,19 @@ def reward_completions(task, examples, sequences):
 
 
 # ---- 12. Data
+def user_task(config):
+    """The user's task, as yet without its model."""
+    with refusing(f"{config.model} cannot be loaded: "):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    evals = {}
+    for spec in filter(None, config.eval_dataset.split(",")):
+        evals[spec] = load_examples(spec, "test", config, tokenizer)[: config.eval_prompts]
+    train = load_examples(config.dataset, "train", config, tokenizer, chain(*evals.values()))
+    size = 0 if evals else min(len(train) // 5, config.eval_prompts)
+    evals["held out"] = train[:size]
+    return Task(train[size:], evals, tokenizer, config.reward_function)
+
+
 def read_rows(spec, split):
     """The rows of a file or of path[[:config]:split]. Files of json and csv are read here, because
     datasets gives each column one type, and may turn 0124 into 124."""
@@ -1091,7 +1096,7 @@ def sorting_task(config):
         if name == "middle":
             evals = {name: examples[size : size + config.eval_prompts]}
     random.Random(0).shuffle(train)
-    return Task(train, evals, tokenizer, config.reward_function, warm_started(tokenizer))
+    return Task(train, evals, tokenizer, config.reward_function)
 
 
 def warm_started(tokenizer):
@@ -1101,7 +1106,7 @@ def warm_started(tokenizer):
     net |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     net |= {"vocab_size": 259, "eos_token_id": 1, "pad_token_id": 0}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **net))
-    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # to be raised if the recipe changes
+    cached = Path(torch.hub.get_dir(), "dppo-sorter-2.pt")  # 3 if the recipe changes
     if cached.exists():
         model.load_state_dict(torch.load(cached))
         return model
@@ -1308,9 +1313,7 @@ class Run:
             self.restore(Path(config.history), MUST_AGREE, only_memory=True)
         self.memory = copy.deepcopy(self.rule.memory)  # of the last whole step
         with refusing("--output_dir or --resume: "):
-            self.out.mkdir(
-                parents=True, exist_ok=bool(config.resume)
-            )  # now that nothing is refused
+            self.out.mkdir(parents=True, exist_ok=bool(config.resume))  # last: none if refused
         with writing(self.out / "config.json") as path:
             path.write_text(json.dumps(asdict(config), indent=2))
         self.logged = 0  # records in metrics.jsonl, which is written anew
@@ -1387,15 +1390,14 @@ class Run:
         record, every = self.records[-1], self.config.eval_every or math.inf
         done, total = self.progress()
         if "accuracy" not in record and (record["step"] % every == 0 or done >= total):
-            result = evaluate(self.task, self.config)
-            record |= result
+            record |= evaluate(self.task, self.config)
             names = [f"accuracy of {name}" for name in self.task.evals]
-            told = [f"{name} {result[name]:.2f}" for name in names]
+            told = [f"{name} {record[name]:.2f}" for name in names]
             bar.write(f"step {record['step']}: {', '.join(told) or 'nothing to evaluate'}")
         path, mode = self.out / "metrics.jsonl", "a" if self.logged else "w"
         with refusing(f"{path}: "), path.open(mode) as file:
-            for record in self.records[self.logged :]:
-                strict = json.loads(json.dumps(record), parse_constant=lambda name: None)
+            for new in self.records[self.logged :]:
+                strict = json.loads(json.dumps(new), parse_constant=lambda name: None)
                 file.write(json.dumps(strict) + "\n")  # null for NaN
         self.logged = len(self.records)
         bar.update(done - bar.n)
