@@ -1,6 +1,5 @@
-"""Tests of what .github/experiments.py computes a verdict from: python -m pytest -q .ci"""
+"""Tests of what extras/experiments.py computes a verdict from: python -m pytest -q .ci"""
 
-import importlib.util
 import json
 import math
 import sys
@@ -12,12 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
+from extras import experiments
 from test_dppo import seldom_teaches, tiny_task
 
 ROOT = Path(dppo.__file__).parent
-spec = importlib.util.spec_from_file_location("experiments", ROOT / ".github" / "experiments.py")
-experiments = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(experiments)
 
 
 def run_of(values, every=1, seconds=0.5, **of_steps):
@@ -139,13 +136,13 @@ def test_of_epochs_are_told_sums_and_the_speed_up():
 def test_greso_trains_with_its_own_step_and_a_step_tells_its_seconds_and_noise(tmp_path):
     task = tiny_task(seldom_teaches, prompts=64)
     settings = {"group_size": 4, "max_completion_tokens": 8, "prompts_per_step": 4, "steps": 2}
-    for method, trained in (("rivals:GRESO", [16, 16]), ("grpo", [16, 16])):
+    for method, trained in (("extras.rivals:GRESO", [16, 16]), ("grpo", [16, 16])):
         folder = tmp_path / method
         records = experiments.train(folder, task, dppo.Run, method=method, **settings)[1:]
         assert [record["completions_trained"] for record in records] == trained
         assert all(record["processor_seconds"] > 0 for record in records)
         rolled = [record["prompts_rolled"] for record in records]
-        assert (min(rolled) > 4) == (method == "rivals:GRESO")
+        assert (min(rolled) > 4) == (method == "extras.rivals:GRESO")
     assert records[1]["noise"] > 0
     for record in records:  # of grpo, which has that of four unpruned prompts
         assert record["noise_of_one"] == pytest.approx(4 * record["noise"])
@@ -286,9 +283,85 @@ def test_runs_are_gathered_and_analysed_if_every_arm_has_two_seeds(monkeypatch, 
     assert saved["pilot"] == {"analysis": "made elsewhere"}
 
 
+def test_a_run_is_made_once_and_printed_beside_the_saved_one(monkeypatch, tmp_path, capsys):
+    name, arm = "digits", "grpo-skip"
+    run = run_of([0.5, 0.75], every=3, prompts_rolled=4)
+    results = {"experiments": {name: {"runs": {arm: {"0": run}}}}}
+    for attribute, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path}.items():
+        monkeypatch.setattr(experiments, attribute, value)
+    experiments.RESULTS.write_text(json.dumps(results))
+    make_run = mock.Mock(return_value=run)
+    monkeypatch.setattr(experiments, "make_run", make_run)
+    monkeypatch.setattr(experiments, "keep_memory", mock.Mock())
+    monkeypatch.setattr(experiments.shutil, "rmtree", mock.Mock())
+    (tmp_path / name).mkdir()
+    for seed, told in ((0, "prompts_rolled: 12; 12"), (0, "[0.75]; [0.75]"), (1, "[0.75]; -")):
+        experiments.make_runs(name, [seed], [arm], None)
+        assert told in capsys.readouterr().out
+    assert make_run.call_count == 2  # the second time, it was there
+    assert experiments.runs_of(name, results)[arm] == {"0": run, "1": run}
+
+
+def test_a_run_with_the_memory_of_another_waits_for_that(monkeypatch, tmp_path, capsys):
+    without, arm = experiments.WITH_HISTORY
+    monkeypatch.setattr(experiments, "RUNS", tmp_path)
+    make_run = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(experiments, "make_run", make_run)
+    experiments.make_runs("epochs", [7], [arm], None)
+    assert f"first needs: 'epochs' 0 '{without}'" in capsys.readouterr().out
+    memory = tmp_path / "epochs" / f"{without}-0.memory"
+    memory.mkdir(parents=True)
+    with pytest.raises(InterruptedError):
+        experiments.make_runs("epochs", [7], [arm], None)
+    assert make_run.call_args.kwargs == {"history": str(memory)}
+
+
+def test_what_was_saved_stays_when_runs_are_gathered(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments, "RUNS", tmp_path)
+    (tmp_path / "epochs").mkdir()
+    (tmp_path / "epochs" / "grpo-0.json").write_text('"repeated"')
+    (tmp_path / "epochs" / "grpo-9.json").write_text('"new"')
+    results = {"experiments": {"epochs": {"runs": {"grpo": {"0": "saved"}}}}}
+    assert experiments.runs_of("epochs", results)["grpo"] == {"0": "saved", "9": "new"}
+
+
+MISTAKES = ["digit 0", "digits", "digits x", "digits 0,", "digits 0 CPPO", "digits 0 grpo 1"]
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_what_is_asked_wrongly_is_told_in_a_line(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["experiments.py", *arguments.split()])
+    with pytest.raises(SystemExit) as stopped:
+        experiments.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_what_is_saved_has_the_analysis_that_is_saved_with_it():
-    saved = json.loads((ROOT / ".github" / "comparison.json").read_text())["experiments"]
+    saved = json.loads(experiments.RESULTS.read_text())["experiments"]
     for name, analyse in experiments.ANALYSES.items():
         if "analysis" in saved.get(name, {}):
             assert analyse(saved[name]["runs"]) == saved[name]["analysis"]
     assert len(saved["hard, on a GPU"]["analysis"]) == 4
+
+
+def test_a_curve_crosses_a_level_on_the_line_between_its_points():
+    assert experiments.crossing([(0, 0.0), (2, 0.2), (4, 0.6), (6, 0.2)], 0.3) == 2.5
+    assert math.isnan(experiments.crossing([(0, 0.0), (2, 0.2)], 0.3))
+
+
+def test_without_new_runs_gathering_changes_nothing_and_draws_the_picture(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    saved = experiments.RESULTS.read_text()
+    for name in ("RESULTS", "PICTURE", "RUNS"):
+        monkeypatch.setattr(experiments, name, tmp_path / name)
+    experiments.RESULTS.write_text(saved)
+    experiments.gather()
+    assert experiments.RESULTS.read_text() == saved
+    assert experiments.PICTURE.stat().st_size > 10_000
+
+
+def test_the_step_of_the_picture_has_completions_for_each_prompt_that_is_kept():
+    step = json.loads(experiments.RESULTS.read_text())["step"]
+    assert sum(step["kept"]) == len(step["states"])
+    assert all(len(states) == 8 for states in step["states"])

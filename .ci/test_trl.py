@@ -1,16 +1,74 @@
-"""An outside oracle: where nothing is pruned, updates have the gradients of TRL's GRPOTrainer.
+"""TRL: its GRPOTrainer as an outside oracle, and extras/dppo_trl.py, in one process and in two.
 
 python -m pytest -q .ci/test_trl.py    # where TRL is installed
 """
 
 import copy
+import itertools
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
-from test_notebook import SCORED, SEQUENCES, G, N, trl_settings
+import transformers
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
+from test_dppo import (
+    REWARDS,
+    G,
+    every_result,
+    rule_with_history,
+    tiny_model,
+    tiny_tokenizer,
+)
 
+trl = pytest.importorskip("trl")
+dppo_trl = pytest.importorskip("extras.dppo_trl")
+
+N = 4  # prompts, the fourth with equal rewards; all of them are the window
+ROWS = [2, 1, 4, 5]  # of REWARDS
+SCORED = REWARDS[ROWS]
+SEQUENCES, rng = [], random.Random(0)
+for i in range(N * G):
+    prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
+    SEQUENCES.append(dppo.Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
+
+
+def trl_settings(folder, prompts=N, loss_type="grpo", **arguments):
+    """Of a trainer whose rollouts are SEQUENCES with REWARDS, for prompt q those of q % N."""
+
+    def rollout(prompts, trainer):
+        indices = [int(prompt[:-1]) % N * G + i % G for i, prompt in enumerate(prompts)]
+        return {
+            "prompt_ids": [SEQUENCES[i][0] for i in indices],
+            "completion_ids": [SEQUENCES[i][1] for i in indices],
+            "logprobs": None,
+            "score": SCORED.flatten()[indices].tolist(),
+        }
+
+    settings = {"num_generations": G, "per_device_train_batch_size": 4, "steps_per_generation": 3}
+    settings |= {"gradient_accumulation_steps": 3, "max_grad_norm": 1e9, "learning_rate": 0.0}
+    settings |= {"max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": []}
+    settings |= {"save_strategy": "no", "gradient_checkpointing": False, "loss_type": loss_type}
+    settings |= {"scale_rewards": "none" if loss_type == "dr_grpo" else "group"}
+    args = trl.GRPOConfig(output_dir=str(folder), **settings | arguments)
+    rows = [{"prompt": f"{q}="} for q in range(prompts)]
+    return {
+        "model": tiny_model(torch.float32),
+        "processing_class": tiny_tokenizer(),
+        "rollout_func": rollout,
+        "train_dataset": datasets.Dataset.from_list(rows),
+        "reward_funcs": lambda score, **_: score,
+        "args": args,
+    }
+
+
+# ==== Where nothing is pruned, updates have the gradients of TRL ====
 OBJECTIVES = {  # as TRL has them
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
@@ -58,10 +116,9 @@ def gradients_of_trl(trainer):
 def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
     objective, monkeypatch, tmp_path
 ):
-    trl = pytest.importorskip("trl")
     common = {"beta": 0.1, "temperature": 0.7}
     own = {"num_iterations": 2, "max_completion_length": 8, "use_bias_correction_kl": False}
-    settings = trl_settings(trl, tmp_path, **OBJECTIVES[objective], **common, **own)
+    settings = trl_settings(tmp_path, **OBJECTIVES[objective], **common, **own)
     reference = settings["model"]
     reference.save_pretrained(tmp_path / "model")  # TRL loads it twice, as a reference, too
     settings["model"] = str(tmp_path / "model")
@@ -79,3 +136,111 @@ def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
     assert 0 < step.updates[1]["clipped_fraction"] < 1
     for gradient, expected in zip(optimizer.gradients, gradients_of_trl(trainer), strict=True):
         assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+# ==== dppo_trl.py ====
+METHODS = ["dppo", "extras.proportional:Proportional"]
+
+
+def gradient_of(trainer, prompts):
+    """The gradient of a step of a trainer, and how many completions it trained."""
+    trainer.model.train().zero_grad()
+    trainer.current_gradient_accumulation_steps = 3
+    rows = [trainer.train_dataset[q] for q in prompts]
+    for trainer._step in range(3):
+        inputs = trainer._prepare_inputs(rows)
+        trainer.compute_loss(trainer.model, inputs).backward()
+    trained = sum(len(part["advantages"]) for part in trainer._buffered_inputs)
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double(), trained
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, method, tmp_path):
+    settings = trl_settings(tmp_path, loss_type=loss_type)
+    pruning = {"method": method, "prompt_prune_rate": 0.6, "completion_prune_rate": 0.6}
+    trainer = dppo_trl.DPPOTrainer(**settings, pruning=pruning)
+    everything = [q for q in range(N) for _ in range(G)]
+    full, _ = gradient_of(trl.GRPOTrainer(**settings), everything)
+
+    def pick():
+        trainer.windows.order = torch.arange(N)
+        for name, values in rule_with_history(method).memory.items():
+            is_of_prompts = values.shape == (6,)
+            values = values[[2, 0, 4, 5]] if is_of_prompts else values
+            trainer.windows.rule.memory[name] = values
+        prompts = list(itertools.islice(trainer.windows, N * G))
+        return prompts, trainer.windows.queue[0]
+
+    def step(prompts, entry):
+        trainer.windows.queue = [entry]
+        length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
+        trainer.mean_length = length
+        return gradient_of(trainer, prompts)
+
+    expectation = torch.zeros_like(full)
+    windows = every_result(pick)
+    assert min(len(kept) for _, (_, (_, kept, _)) in windows) < N
+    for p, (prompts, entry) in windows:
+        assert len(prompts) == N * G and entry[0] == N
+        for p_completions, (gradient, trained) in every_result(partial(step, prompts, entry)):
+            assert trained < N * G
+            expectation += p * p_completions * gradient
+    assert (expectation - full).norm() < 1e-5 * full.norm()
+
+
+@pytest.mark.parametrize("setting", [{"loss_type": "bnpo"}, {"beta": 0.1}, {"num_iterations": 2}])
+def test_the_trl_trainer_refuses_what_would_be_biased(setting, tmp_path):
+    settings = trl_settings(tmp_path, **setting)
+    settings["model"].save_pretrained(tmp_path / "model")  # a folder: TRL loads a reference
+    settings["model"] = str(tmp_path / "model")
+    with pytest.raises(ValueError, match="needs loss_type grpo, dr_grpo or dapo, beta 0"):
+        dppo_trl.DPPOTrainer(**settings)
+
+
+def train(folder, processes, method):
+    """Trains in one of so many processes; saves the draws and the gradients."""
+    log = []
+    gradients = []
+
+    def noting(function, *arguments):
+        result = function(*arguments)
+        log.append(result if isinstance(result, tuple) else (result,))
+        return result
+
+    for name in ("prune_prompts", "prune_completions"):
+        setattr(dppo_trl, name, partial(noting, getattr(dppo_trl, name)))
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    size = 4 // processes
+    settings = trl_settings(folder, prompts=16, per_device_train_batch_size=size, max_steps=10)
+    trainer = dppo_trl.DPPOTrainer(**settings, callbacks=[Gradients()], pruning={"method": method})
+    trainer.train()
+    path = Path(folder, f"{processes}-{trainer.accelerator.process_index}")
+    torch.save((log, gradients), path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trl_trainer_in_two_processes_draws_the_same_and_has_the_gradient_of_one(
+    method, tmp_path
+):
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for launcher, processes in (([], 1), (two, 2)):
+        command = [sys.executable, *launcher, __file__, tmp_path, str(processes), method]
+        subprocess.run(command, check=True, capture_output=True)
+    log, gradients = torch.load(tmp_path / "1-0", weights_only=False)
+    assert len(gradients) == 10
+    assert max(result[0] for result in log if len(result) == 3) > N
+    for name in ("2-0", "2-1"):
+        same_log, of_part = torch.load(tmp_path / name, weights_only=False)
+        for one, other in zip(itertools.chain(*log), itertools.chain(*same_log), strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        for a, b in zip(gradients, of_part, strict=True):  # the mean over the processes, as in TRL
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,71 +1,63 @@
-"""What pruning prompts is worth, measured, and what was decided of each experiment before it ran.
+"""What pruning is worth, measured, and what was decided of each experiment before it ran.
 
-    python .github/experiments.py digits 0,1,2,3    # makes the runs of these seeds
-    python .github/experiments.py                   # gathers, analyses, draws (with matplotlib)
+    python extras/experiments.py epochs 0 grpo-skip    # one arm, one seed: two minutes of a core
+    python extras/experiments.py digits 0,1,2,3        # all arms with these seeds
+    python extras/experiments.py                       # gathers, analyses, draws (with matplotlib)
 
-So are made epochs 7,6,5,4,3,2,1,0,7, "guess or pass" 0 to 7, and "digits, new seeds" 8 to 15. An
-interrupted run goes on where it was, and one that needs another's history waits until that is
-complete. Runs lie in runs/experiments, so that several processes may make them. Gathered, they are
-in comparison.json: of each evaluation the step, processor seconds and accuracy, and sums over the
-steps. All runs of SmolLM2 and "digits by gradients" were made by the code of commit ea3ad7c, grpo
-and grpo-skip on digits by f8378fc, what is under "runs" by the notebook of b079a0a.
+A run that is named is made, beside other processes if you like, in runs/experiments, and what came
+out is printed beside what comparison.json has saved. An interrupted run goes on where it was. Runs
+that start with another run's memory, that of the next seed, need that run first, so that all of
+"epochs" are seeds 7,6,5,4,3,2,1,0,7, and all of "digits, new seeds" 15 to 8 and 15. Gathered are
+runs that are not saved yet: of each evaluation the step, processor seconds and accuracy, and sums
+over the steps. RESULTS.md has the results, and which code made those that this file does not make.
 
 EPOCHS: how much faster is a method over 15 epochs, as the paper trains, and is it then as good? The
-embedded task, eight seeds: grpo; grpo-skip; CPPO (k of each group, r_o = 0.7) and GRESO, as in the
-notebook; dppo with 0.5, 0.7 and 0.9 for both rates; dppo-proportional (0.9, 0), and the same with
---history of the run of the next seed. A run ends with the first step after which 15 times the
-prompts have been looked at, pruned ones included, and is evaluated at the first step after each
-epoch. Accuracy is the mean of its last five evaluations, time the processor seconds of rollouts and
-training. Against grpo, paired by seed, with 95% t-intervals: the difference of the accuracies, as
-good if its interval lies above -0.02, worse if below, otherwise undecided; and the speed-up, grpo's
-time over its own, by logarithms.
-
-An epoch of fewer steps is faster, and teaches less. So beside it stands what grpo-skip has learned
-in the same time: its accuracy, with the same seed, at the processor seconds of each of the last
-five evaluations, on the straight line between its own evaluations before and after, or that of its
-last one if it has ended; then their mean. A method is better (worse) in the same time if the
-interval of the paired difference lies above (below) 0, otherwise undecided. Primary is dppo at 0.7;
-the others stand beside it. Expected, from single runs on seeds 0 to 2, most of 8 epochs: dppo at
-0.7 takes a fifth of grpo's time and half of grpo-skip's, and loses 0.00 to 0.045; in the same time
-it is about as good as grpo-skip, and dppo-proportional better by 0.03. (An older experiment, eight
-seeds of SmolLM2 with the rules of commit b079a0a, had the verdict "against": in three epochs after
-a first one, pruning prompts changed the probability of right sums by +0.002 (-0.018 to 0.021). It
-is saved as "epochs, older rules".)
+embedded task, eight seeds. A run ends with the first step after which 15 times the prompts have
+been looked at, pruned ones included, and is evaluated at the first step after each epoch. Accuracy
+is the mean of its last five evaluations, time the processor seconds of rollouts and training.
+Against grpo, paired by seed, with 95% t-intervals: the difference of the accuracies, as good if its
+interval lies above -0.02, worse if below, otherwise undecided; and the speed-up, grpo's time over
+its own, by logarithms. An epoch of fewer steps is faster, and teaches less. So beside it stands
+what grpo-skip has learned in the same time: its accuracy, with the same seed, at the processor
+seconds of each of the last five evaluations, on the straight line between its own evaluations
+before and after, or that of its last one if it has ended; then their mean. A method is better
+(worse) in the same time if the interval of the paired difference lies above (below) 0, otherwise
+undecided. Primary is dppo at 0.7. Expected, from single runs on seeds 0 to 2, most of 8 epochs:
+dppo at 0.7 takes a fifth of grpo's time and half of grpo-skip's, and loses 0.00 to 0.045; in the
+same time it is about as good as grpo-skip, and dppo-proportional better by 0.03.
 
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
 0.1, ? is worth 0.2. Eight seeds, 100 steps; at the end, the share of guesses, and the accuracy on 9
-to 12 digits: mean, lowest and highest. Expected, after four seeds (of b079a0a, whose
-dppo-proportional was another): guesses of at most 0.1 with weights, of at least 0.9 without them.
+to 12 digits: mean, lowest and highest. Expected, after four seeds of an earlier rule: guesses of at
+most 0.1 with weights, of at least 0.9 without them.
 
-DIGITS: does our rule learn as much from fewer rollouts? 250 steps, eight seeds: grpo, grpo-skip,
-dppo (both rates 0.7), and dppo-proportional with 0.9 for prompts and 0.7 for completions, with 0.9
-and 0, and the latter with --history of the run of the next seed. The control is grpo-skip with 17
-prompts a step, as many as dppo-proportional (0.9, 0) rolled out on seeds 0 to 2: if that learns as
-well, rollouts were never what was short. The mean of all evaluations after step 0 is as good as
-grpo-skip's if the 95% interval of the paired difference lies above -0.02; the gain is the rollouts
-over grpo-skip's. Expected: 0.53, 0.57 and, with history, 0.45; by true gradients ("digits by
-gradients", seeds 5 to 7), a 1/worth of 0.66 to 0.70. The rule was chosen by runs on seeds 0 to 2
-and 5 to 7, so "digits, new seeds" has grpo-skip and dppo-proportional (0.9, 0), without and with
-history, judged alone by the same criterion; expected, after the first eight seeds: 0.55 and 0.45.
+DIGITS: does our rule learn as much from fewer rollouts? 250 steps, eight seeds. A control is
+grpo-skip with 17 prompts a step, as many as dppo-proportional (0.9, 0) rolled out on seeds 0 to 2:
+if that learns as well, rollouts were never what was short. The mean of all evaluations after step 0
+is as good as grpo-skip's if the 95% interval of the paired difference lies above -0.02; the gain is
+the rollouts over grpo-skip's. Expected: 0.57, with 0.7 for completions 0.53, with another run's
+memory 0.45; by true gradients ("digits by gradients", seeds 5 to 7), a 1/worth of 0.66 to 0.70. The
+rule was chosen by runs on seeds 0 to 2 and 5 to 7, so "digits, new seeds" are judged alone by the
+same criterion; expected, after the first eight seeds: 0.55 and, with memory, 0.45.
 
 HARD: does it pay on a real model, against a control that has chosen its own batch? Of 192 prompts
 for SmolLM2, 40 are sums of two digits, from which it learns, and 152 products, which it hardly ever
 gets right. Measured is the mean probability of the right answer to 96 held-out sums, at every half
 epoch of the control, which chose its batch alone, 16 prompts, by processor seconds, on one seed
-("pilot"), and a norm that one step in twenty exceeded, 6. Eight paired seeds of grpo-skip;
-dppo-proportional (0.9, 0); the same with --history of the run of the next seed; dppo (0.7, 0). A
-run counts until it has reached 0.3, half of the pilot's rise, or its 180 steps are over. Primary
-were processor seconds over those of grpo-skip with the same seed, as the mean of the logarithms
-with its 95% interval, beside completions: a gain if the upper end is below 0.9, none if the lower
-end is above it. Expected (simulated): 0.8 of the completions, 0.6 with history. Two seeds of three
-arms were made so, on two cores ("hard"). As later machines could not multiply in bfloat16, all
-eight ran on an H200 ("hard, on a GPU"), at once, where nothing can be timed. So after those two,
-but before these ran, completions were made primary, with the same bounds. Beside it: clipping at 1
-("hard, clipped, on a GPU", four seeds, planned for two) and 24 steps alone ("timed, on a GPU";
-grpo makes grpo-skip's updates up to rounding). The whole plan is in ea3ad7c.
+("pilot"), and a norm that one step in twenty exceeded, 6. Eight paired seeds. A run counts until it
+has reached 0.3, half of the pilot's rise, or its 180 steps are over. Primary were processor seconds
+over those of grpo-skip with the same seed, as the mean of the logarithms with its 95% interval,
+beside completions: a gain if the upper end is below 0.9, none if the lower end is above it.
+Expected (simulated): 0.8 of the completions, 0.6 with another run's memory. Two seeds of three arms
+were made so, on two cores ("hard"). As later machines could not multiply in bfloat16, all eight ran
+on an H200 ("hard, on a GPU"), at once, where nothing can be timed. So after those two, but before
+these ran, completions were made primary, with the same bounds. Beside it: clipping at 1 ("hard,
+clipped, on a GPU", four seeds, planned for two) and 24 steps alone ("timed, on a GPU"). The whole
+plan is in commit ea3ad7c.
 """
 
+import argparse
 import copy
 import json
 import math
@@ -76,46 +68,39 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product, zip_longest
 from pathlib import Path
 from statistics import mean, median, stdev
-from types import ModuleType
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
+from extras.rivals import step_of_rule
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("comparison.json")
 PICTURE = Path(__file__).with_name("pruning.png")
-NOTEBOOK = Path(dppo.__file__).with_name("notebook.ipynb")
-RUNS = Path("runs/experiments")
+RUNS = ROOT / "runs" / "experiments"
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-# The notebook's rules, as a module: what those cells define that have CPPO and GRESO.
-RIVALS = ModuleType("rivals")
-exec("import itertools, math, dppo, torch\nfrom unittest.mock import Mock, patch", vars(RIVALS))
-for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-    code = "".join(cell["source"])
-    if "class CPPO(" in code or "class GRESO(" in code:
-        exec(code, vars(RIVALS))
-sys.modules["rivals"] = RIVALS
 
 
 # ==== Arms ====
-OURS = {"method": "dppo-proportional", "prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
+PROPORTIONAL = "extras.proportional:Proportional"  # dppo-proportional, as saved results call it
+OURS = {"method": PROPORTIONAL, "prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
 METHODS = {
     "grpo": {"method": "grpo"},
     "grpo-skip": {"method": "grpo-skip"},
     "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": 17},
-    "CPPO": {"method": "rivals:CPPO"},
-    "GRESO": {"method": "rivals:GRESO"},
+    "CPPO": {"method": "extras.rivals:CPPO"},
+    "GRESO": {"method": "extras.rivals:GRESO"},
     "dppo": {"method": "dppo"},
-    "dppo without weights": {"method": "rivals:Unweighted"},
+    "dppo without weights": {"method": "extras.rivals:Unweighted"},
     "dppo (0.5, 0.5)": {"method": "dppo", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5},
     "dppo (0.7, 0.7)": {"method": "dppo", "prompt_prune_rate": 0.7, "completion_prune_rate": 0.7},
     "dppo (0.9, 0.9)": {"method": "dppo", "prompt_prune_rate": 0.9, "completion_prune_rate": 0.9},
-    "dppo-proportional": {"method": "dppo-proportional"},
+    "dppo-proportional": {"method": PROPORTIONAL},
     "dppo-proportional (0.9, 0.7)": OURS | {"completion_prune_rate": 0.7},
     "dppo-proportional (0.9, 0)": OURS,
     "dppo-proportional (0.9, 0), with history": OURS,
@@ -225,14 +210,16 @@ def noting_step(real, task, *inputs, **named):
 
 def train(folder, task, run_class, **settings):
     """A run, or the rest of it, from a copy of the task's model -> its records."""
-    if not (folder / "checkpoint.pt").exists():
+    if (folder / "checkpoint.pt").exists():
+        settings.pop("history", None)  # the checkpoint has taken it in
+        settings["resume"] = str(folder)
+    else:
         shutil.rmtree(folder, ignore_errors=True)
-    resume = str(folder) if folder.exists() else ""
-    config = dppo.Config(**settings, output_dir=str(folder), resume=resume)
-    is_greso = config.rule_class is RIVALS.GRESO
-    step = partial(noting_step, RIVALS.refilled_step if is_greso else dppo.dppo_step)
-    with patch.multiple(dppo, Run=run_class, dppo_step=step):
-        dppo.train(config, replace(task, model=copy.deepcopy(task.model)))
+        settings["output_dir"] = str(folder)
+    config = dppo.Config(**settings)
+    own_task = replace(task, model=copy.deepcopy(task.model))
+    with mock.patch.object(dppo, "dppo_step", partial(noting_step, step_of_rule)):
+        dppo.train(run_class(config, own_task))
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
@@ -272,50 +259,68 @@ def kept(records, settings, lists=()):
 
 
 def runs_of(name, results):
-    """{arm: {seed: run}} of an experiment in the results, to which it adds what is in RUNS."""
+    """{arm: {seed: run}} of an experiment in the results, to which it adds runs of RUNS that are
+    missing there."""
     runs = results.setdefault("experiments", {}).setdefault(name, {}).setdefault("runs", {})
     for arm in ARMS.get(name, ()):  # in this order
         runs.setdefault(arm, {})
     for path in sorted((RUNS / name).glob("*.json")):
         arm, _, seed = path.stem.rpartition("-")
-        runs.setdefault(arm, {})[seed] = json.loads(path.read_text())
+        runs.setdefault(arm, {}).setdefault(seed, json.loads(path.read_text()))
     return runs
 
 
-def make_run(name, arm, seed, task, folder):
+def make_run(name, arm, seed, task, folder, **history):
     """-> what is saved of a run."""
     settings = SETTINGS[name] | METHODS[arm] | {"seed": seed}
-    more = {}
-    without, history, _ = arm.partition(", with history")
-    if history:
-        next_seed = seed // 8 * 8 + (seed + 1) % 8
-        more["history"] = str(folder.with_name(f"{without}-{next_seed}.memory"))
     run_class = RunByEpochs if name == "epochs" else dppo.Run
-    records = train(folder, task, run_class, **settings, **more)
+    records = train(folder, task, run_class, **settings, **history)
     return kept(records, settings, OF_STEPS if name.startswith("digits") else ())
 
 
-def make_runs(name, seeds, task):
-    """Makes RUNS/name/arm-seed.json of each run that is missing there and was not gathered."""
-    gathered = runs_of(name, json.loads(RESULTS.read_text()))
-    for seed, arm in product(seeds, ARMS[name]):
+def make_runs(name, seeds, arms, task):
+    """Makes RUNS/name/arm-seed.json of each of these runs that is missing there, and prints all of
+    them beside those that are saved."""
+    saved = json.loads(RESULTS.read_text())["experiments"][name]["runs"]
+    for seed, arm in product(seeds, arms):
         path = RUNS / name / f"{arm}-{seed}.json"
-        if path.exists() or str(seed) in gathered.get(arm, {}):
-            continue
-        folder = path.with_suffix("")
-        try:
-            result = make_run(name, arm, seed, task, folder)
-        except dppo.Refused as error:  # no history yet
-            print(error)
-            continue
-        memory = path.with_suffix(".memory")  # stays, for a run with history
-        memory.mkdir(exist_ok=True)
-        saved = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
-        del saved["weights"], saved["optimizer"]
-        torch.save(saved, memory / "checkpoint.pt")
-        path.write_text(json.dumps(result))
-        shutil.rmtree(folder)
-        print(f"{name}, {arm}, seed {seed} is complete", flush=True)
+        history = {}
+        without, starts_with_memory, _ = arm.partition(", with history")
+        if starts_with_memory:
+            next_seed = seed // 8 * 8 + (seed + 1) % 8
+            memory = path.with_name(f"{without}-{next_seed}.memory")
+            history["history"] = str(memory)
+            if not path.exists() and not memory.exists():
+                print(f"{arm}, seed {seed}, first needs: {name!r} {next_seed} {without!r}")
+                continue
+        if not path.exists():
+            folder = path.with_suffix("")
+            result = make_run(name, arm, seed, task, folder, **history)
+            keep_memory(folder, path.with_suffix(".memory"))
+            path.write_text(json.dumps(result))
+            shutil.rmtree(folder)
+        other = saved.get(arm, {}).get(str(seed))
+        print_beside(f"{name}, {arm}, seed {seed}", json.loads(path.read_text()), other)
+
+
+def keep_memory(folder, memory):
+    """Keeps of a run's checkpoint what a run with its memory needs."""
+    checkpoint = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
+    del checkpoint["weights"], checkpoint["optimizer"]
+    memory.mkdir(exist_ok=True)
+    torch.save(checkpoint, memory / "checkpoint.pt")
+
+
+def print_beside(title, run, other):
+    """Prints the numbers of a run that was made here, and those of the saved one or None."""
+    print(title, "(here; saved)" if other else "(here; none is saved)", flush=True)
+    other = other or {"sums": {}, "curve": []}
+    for measure, value in run["sums"].items():
+        print(f"    {measure}: {value:,.8g}; {other['sums'].get(measure, math.nan):,.8g}")
+    for point, of_other in zip_longest(run["curve"], other["curve"]):
+        step, _, *means = point or of_other
+        print(f"    accuracy after step {step}: {means if point else '-'};", end=" ")
+        print(of_other[2:] if of_other else "-")
 
 
 # ==== Analyses: what was decided beforehand ====
@@ -522,77 +527,135 @@ def gather():
     draw_picture(results)
 
 
+def one_step():
+    """The step that notebook and README show -> which candidates it keeps; their completions: 0 has
+    no gradient, 1 is pruned, 2 is not."""
+    config = dppo.Config()
+    task = dppo.load_task(config)
+    torch.manual_seed(0)
+    examples = task.train[:64]
+    _, first, _ = dppo.rollout(task, examples, config.group_size, config)
+    _, rewards, _ = dppo.rollout(task, examples, config.group_size, config)
+    rule = dppo.DPPO(config, len(examples))
+    rule.remember(torch.arange(64), first, dppo.group_advantages(first))
+
+    generator = torch.Generator().manual_seed(0)
+    N, prompts, w_q = dppo.prune_prompts(rule, torch.arange(64), 24, generator)
+    A = dppo.group_advantages(rewards)[prompts]
+    w_qi = dppo.prune_completions(rule, A, w_q, generator)
+    states = (A != 0).int() + (w_qi > 0).int()
+    return {"kept": [int(q in prompts) for q in range(N)], "states": states.tolist()}
+
+
 def learned(run):
     """Of each evaluation, thousands of completions generated until then, and its value."""
     made = [0, *accumulate(run["prompts_rolled"])]
     return [(0.008 * made[step], value) for step, _, value in run["curve"]]
 
 
-def one_step():
-    """-> which candidates a step keeps; its completions: 0 has no gradient, 1 is pruned, 2 not."""
-    config = dppo.Config()
-    task = dppo.load_task(config)
-    rule = dppo.DPPO(config, 64)
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    _, rewards, _ = dppo.rollout(task, task.train[:64], 8, config)
-    rule.remember(torch.arange(64), rewards, dppo.group_advantages(rewards))
-    N, prompts, w_q = dppo.prune_prompts(rule, torch.arange(64), 24, generator)
-    _, rewards, _ = dppo.rollout(task, [task.train[q] for q in prompts], 8, config)
-    A = dppo.group_advantages(rewards)
-    states = (A != 0).int() + (dppo.prune_completions(rule, A, w_q, generator) > 0)
-    return {"kept": [int(q in prompts) for q in range(N)], "states": states.tolist()}
+def crossing(curve, level):
+    """Where a curve of (x, y) first crosses a level, on straight lines between its points."""
+    for (x, y), (next_x, next_y) in pairwise(curve):
+        if y < level <= next_y:
+            return x + (next_x - x) * (level - y) / (next_y - y)
+    return math.nan
+
+
+STATES = {"no gradient (A = 0)": "0.82", "pruned": "#CFE3F3", "kept": "#0072B2"}
+METHODS_SHOWN = {
+    "grpo-skip": ("grpo-skip", "0.15"),
+    "dppo": ("dppo", "#D55E00"),
+    "dppo-proportional": ("dppo-proportional", "#009E73"),
+    "dppo-proportional, with history": ("with another run's memory", "#AA4499"),
+}
+
+
+def draw_step(fig, step):
+    """The candidates in a row, and below each that is kept its completions."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    kept = torch.tensor(step["kept"])
+    states = torch.tensor(step["states"])  # (B, G)
+    candidates = 1.0 + kept[None]  # (1, N)
+    groups = torch.full((states.shape[1], len(kept)), math.nan)  # (G, N)
+    groups[:, kept > 0] = states.T.float()
+    trained = int((states == 2).sum())
+    titles = [f"{len(kept)} candidate prompts, {len(states)} rolled out"]
+    titles.append(f"their {states.numel()} completions, {trained} trained")
+    axes = fig.subplots(2, 1, sharex=True, height_ratios=[1, states.shape[1]])
+    for ax, title, values in zip(axes, titles, (candidates, groups)):
+        colours = ListedColormap([*STATES.values()])
+        ax.pcolormesh(values, cmap=colours, vmin=0, vmax=2, edgecolor="white", linewidth=1)
+        ax.set_title(title, loc="left")
+        ax.set(xticks=[], yticks=[], frame_on=False)
+    ax.invert_yaxis()
+    patches = [Patch(color=colour) for colour in STATES.values()]
+    fig.legend(patches, STATES, loc="outside lower center", ncols=3, frameon=False)
+
+
+def draw_curves(fig, experiment):
+    """Means over the seeds of SmolLM2, where they cross the level, and the analysis's ratios."""
+    ax = fig.subplots()
+    texts = [("completions until 0.3, relative:", "0.4")]
+    for name, (text, colour) in METHODS_SHOWN.items():
+        curves = [*map(learned, experiment["runs"][name].values())]
+        shortest = min(map(len, curves))
+        curve = torch.tensor([curve[:shortest] for curve in curves]).mean(dim=0)
+        ax.plot(*curve.T, color=colour, linewidth=3.5)
+        made = crossing(curve.tolist(), LEVEL)
+        ax.plot(made, LEVEL, "o", color=colour, markersize=11, markeredgecolor="white")
+        told = experiment["analysis"][name].get("prompts_rolled over grpo-skip's", [1.0])
+        texts.append((f"{text} {told[0]:.2f}", colour))
+    for place, (text, colour) in enumerate(texts):
+        ax.text(11.9, 0.152 - 0.041 * place, text, color=colour, ha="right")
+    ax.axhline(LEVEL, color="0.6", linewidth=1.5, linestyle=":")
+    ax.set_title("SmolLM2 learns to add", loc="left")
+    ax.set(xlabel="completions generated, thousands", ylabel="probability of right sums")
+    ax.set(xlim=(0, 12), ylim=(-0.03, 0.42), yticks=[0, 0.1, 0.2, 0.3, 0.4])
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def draw_picture(results):
     """README's picture: a step, and what was learned from how many completions."""
     import matplotlib.pyplot as plt
-    from matplotlib.colors import ListedColormap
 
-    plt.rcParams.update({"font.size": 11, "axes.titleweight": "bold", "axes.titlesize": 12})
-    grey, light, blue, green, pink = "0.85", "#BBD9EE", "#0072B2", "#009E73", "#CC79A7"
-    fig = plt.figure(figsize=(9.6, 4), layout="constrained")
-    grid = fig.add_gridspec(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 2])
+    plt.rcParams.update({"font.size": 17, "axes.titlesize": 18, "axes.titleweight": "bold"})
+    fig = plt.figure(figsize=(9.6, 8.0), layout="constrained")
+    above, below = fig.subfigures(2, 1, height_ratios=[1, 1.45])
+    draw_step(above, results["step"])
+    draw_curves(below, results["experiments"]["hard, on a GPU"])
+    fig.savefig(PICTURE, format="png", dpi=120, bbox_inches="tight", pad_inches=0.25)
 
-    # Left, from top to bottom: prompts and completions, of which the light ones are pruned.
-    prompts = 1.0 + torch.tensor(results["step"]["kept"])
-    states = torch.tensor(results["step"]["states"])
-    titles = [f"{len(prompts)} candidate prompts, {(prompts == 2).sum()} rolled out"]
-    titles.append(f"{states.numel()} completions, {(states == 2).sum()} trained")
-    for row, (title, values) in enumerate(zip(titles, (prompts.view(-1, 4), states))):
-        ax = fig.add_subplot(grid[row, 0])
-        colours = ListedColormap([grey, light, blue])
-        ax.pcolormesh(values.T, cmap=colours, vmin=0, vmax=2, edgecolor="white")
-        ax.set(title=title, xticks=[], yticks=[], aspect="equal", frame_on=False)
-    ax.set_xlabel("blue is kept and counts 1/π times,\nlight is pruned, grey has equal rewards")
 
-    # Right: means over the seeds of SmolLM2, and when the level was reached.
-    ax = fig.add_subplot(grid[:, 1])
-    colours = {"grpo-skip": "0.45", "dppo": blue, "dppo-proportional": green}
-    colours["dppo-proportional, with history"] = pink
-    for place, (name, colour) in enumerate(colours.items()):
-        of_arm = results["experiments"]["hard, on a GPU"]["runs"][name].values()
-        curves = [*map(learned, of_arm)]
-        shortest = min(map(len, curves))
-        curve = torch.tensor([curve[:shortest] for curve in curves]).mean(dim=0)
-        ax.plot(*curve.T, color=colour, linewidth=3)
-        made = 8 * mean(until(run, LEVEL, "prompts_rolled") for run in of_arm) / 1000
-        ax.plot(made, LEVEL, "o", color=colour, markersize=8, markeredgecolor="white")
-        text = f"{name.replace('history', 'memory')}: {made:.1f}"
-        ax.text(11.8, 0.11 - 0.03 * place, text, color=colour, ha="right", weight="bold")
-    ax.axhline(LEVEL, color="0.6", linewidth=1, linestyle=":")
-    ax.set(title="As much learned from fewer rollouts", xlim=(0, 12), ylim=(0, 0.42))
-    ax.set(xlabel="completions generated, thousands", ylabel="probability of right sums, SmolLM2")
-    fig.savefig(PICTURE, dpi=140)
+def seeds_of(text):
+    """The numbers of "0,1,2"."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers such as 0,1,2")
+    return [int(part) for part in parts]
 
 
 def main():
-    if len(sys.argv) == 1:
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", choices=[*ARMS])
+    parser.add_argument("seeds", nargs="?", type=seeds_of, help="such as 0,1,2")
+    parser.add_argument("arm", nargs="?", choices=[*METHODS], help="all of them, if left out")
+    chosen = parser.parse_args()
+    if chosen.name is None:
         gather()
-    else:
-        name, seeds = sys.argv[1:]
-        task = guessing() if name == "guess or pass" else dppo.load_task(dppo.Config())
-        make_runs(name, [int(seed) for seed in seeds.split(",")], task)
+        return
+    arms = ARMS[chosen.name] if chosen.arm is None else [chosen.arm]
+    if chosen.seeds is None:
+        parser.error(f"{chosen.name} needs seeds, such as 0,1,2")
+    if not set(arms) <= set(ARMS[chosen.name]):
+        parser.error(f"{chosen.name} has the arms {'; '.join(ARMS[chosen.name])}")
+    task = guessing() if chosen.name == "guess or pass" else dppo.load_task(dppo.Config())
+    make_runs(chosen.name, chosen.seeds, arms, task)
 
 
 if __name__ == "__main__":
