@@ -284,22 +284,27 @@ def test_runs_are_gathered_and_analysed_if_every_arm_has_two_seeds(monkeypatch, 
 
 
 def test_a_run_is_made_once_and_printed_beside_the_saved_one(monkeypatch, tmp_path, capsys):
-    name, arm = "digits", "grpo-skip"
+    name, arm = "digits", experiments.WITH_HISTORY[0]
     run = run_of([0.5, 0.75], every=3, prompts_rolled=4)
     results = {"experiments": {name: {"runs": {arm: {"0": run}}}}}
     for attribute, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path}.items():
         monkeypatch.setattr(experiments, attribute, value)
     experiments.RESULTS.write_text(json.dumps(results))
-    make_run = mock.Mock(return_value=run)
+
+    def make_run(name, arm, seed, task, folder):
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.pt").write_text("memory")
+        return run
+
+    make_run = mock.Mock(side_effect=make_run)
     monkeypatch.setattr(experiments, "make_run", make_run)
-    monkeypatch.setattr(experiments, "keep_memory", mock.Mock())
-    monkeypatch.setattr(experiments.shutil, "rmtree", mock.Mock())
-    (tmp_path / name).mkdir()
     for seed, told in ((0, "prompts_rolled: 12; 12"), (0, "[0.75]; [0.75]"), (1, "[0.75]; -")):
         experiments.make_runs(name, [seed], [arm], None)
         assert told in capsys.readouterr().out
     assert make_run.call_count == 2  # the second time, it was there
     assert experiments.runs_of(name, results)[arm] == {"0": run, "1": run}
+    left = [path.relative_to(tmp_path / name) for path in (tmp_path / name).glob("**/*.pt")]
+    assert sorted(map(str, left)) == [f"{arm}-{seed}.memory/checkpoint.pt" for seed in (0, 1)]
 
 
 def test_a_run_with_the_memory_of_another_waits_for_that(monkeypatch, tmp_path, capsys):
@@ -311,9 +316,25 @@ def test_a_run_with_the_memory_of_another_waits_for_that(monkeypatch, tmp_path, 
     assert f"first needs: 'epochs' 0 '{without}'" in capsys.readouterr().out
     memory = tmp_path / "epochs" / f"{without}-0.memory"
     memory.mkdir(parents=True)
+    (memory / "checkpoint.pt").touch()
     with pytest.raises(InterruptedError):
         experiments.make_runs("epochs", [7], [arm], None)
     assert make_run.call_args.kwargs == {"history": str(memory)}
+
+
+def test_runs_with_the_memory_of_another_are_made_at_last(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments, "RUNS", tmp_path)
+    made = []
+
+    def make_run(name, arm, seed, task, folder, **history):
+        made.append((arm.removeprefix("dppo-proportional (0.9, 0)"), seed))
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.pt").touch()
+        return run_of([0.5, 0.75])
+
+    monkeypatch.setattr(experiments, "make_run", make_run)
+    experiments.make_runs("epochs", range(8), experiments.WITH_HISTORY, None)
+    assert made == [("", seed) for seed in range(8)] + [(", with history", i) for i in range(8)]
 
 
 def test_what_was_saved_stays_when_runs_are_gathered(monkeypatch, tmp_path):

@@ -6,10 +6,10 @@
 
 A run that is named is made, beside other processes if you like, in runs/experiments, and what came
 out is printed beside what comparison.json has saved. An interrupted run goes on where it was. Runs
-that start with another run's memory, that of the next seed, need that run first, so that all of
-"epochs" are seeds 7,6,5,4,3,2,1,0,7, and all of "digits, new seeds" 15 to 8 and 15. Gathered are
-runs that are not saved yet: of each evaluation the step, processor seconds and accuracy, and sums
-over the steps. RESULTS.md has the results, and which code made those that this file does not make.
+"with history" start with the memory of the run of the next seed, which has to be there. Gathered
+are runs that are not saved yet: of each evaluation the step, processor seconds and accuracy, and
+sums over the steps. RESULTS.md has the results, and which code made those that this file does not
+make.
 
 EPOCHS: how much faster is a method over 15 epochs, as the paper trains, and is it then as good? The
 embedded task, eight seeds. A run ends with the first step after which 15 times the prompts have
@@ -282,33 +282,29 @@ def make_runs(name, seeds, arms, task):
     """Makes RUNS/name/arm-seed.json of each of these runs that is missing there, and prints all of
     them beside those that are saved."""
     saved = json.loads(RESULTS.read_text())["experiments"][name]["runs"]
-    for seed, arm in product(seeds, arms):
+    without, with_history = WITH_HISTORY
+    runs = sorted(product(seeds, arms), key=lambda run: run[1] == with_history)  # these at last
+    for seed, arm in runs:
         path = RUNS / name / f"{arm}-{seed}.json"
         history = {}
-        without, starts_with_memory, _ = arm.partition(", with history")
-        if starts_with_memory:
+        if arm == with_history:
             next_seed = seed // 8 * 8 + (seed + 1) % 8
             memory = path.with_name(f"{without}-{next_seed}.memory")
             history["history"] = str(memory)
-            if not path.exists() and not memory.exists():
+            if not path.exists() and not (memory / "checkpoint.pt").exists():
                 print(f"{arm}, seed {seed}, first needs: {name!r} {next_seed} {without!r}")
                 continue
         if not path.exists():
             folder = path.with_suffix("")
             result = make_run(name, arm, seed, task, folder, **history)
-            keep_memory(folder, path.with_suffix(".memory"))
+            if arm == without:  # another run may start with its memory
+                memory = path.with_suffix(".memory")
+                memory.mkdir(exist_ok=True)
+                shutil.copy(folder / "checkpoint.pt", memory)
             path.write_text(json.dumps(result))
             shutil.rmtree(folder)
         other = saved.get(arm, {}).get(str(seed))
         print_beside(f"{name}, {arm}, seed {seed}", json.loads(path.read_text()), other)
-
-
-def keep_memory(folder, memory):
-    """Keeps of a run's checkpoint what a run with its memory needs."""
-    checkpoint = torch.load(folder / "checkpoint.pt", "cpu", weights_only=True)
-    del checkpoint["weights"], checkpoint["optimizer"]
-    memory.mkdir(exist_ok=True)
-    torch.save(checkpoint, memory / "checkpoint.pt")
 
 
 def print_beside(title, run, other):
