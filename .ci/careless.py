@@ -1,10 +1,11 @@
-r"""Tests the tests: makes careless changes in dppo.py, one at a time, and runs the tests on each.
+r"""Tests the tests: makes careless changes, one at a time, and runs the tests on each.
 
     python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
 
-They are mistakes that a researcher may make in the paper's algorithm or in our rule. After "-" is
-what dppo.py has, in one place; after "#" what happened; and after "+" what is there instead. Tests
-with one of the words after "##" in their name run first, then all others but the slow one.
+They are mistakes that a researcher may make in the paper's algorithm, in our rule, or in what runs
+them. After "===" is the file that is changed. After "-" is what it has, in one place; after "#"
+what happened; and after "+" what is there instead. Of the file's tests, those with one of the words
+after "##" in their name run first, then all others but the slow one.
 """
 
 import importlib
@@ -23,24 +24,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("datasets", "tokenizers", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3")
 CHANGES = r"""
-## advantages_are
-- rewards - rewards.nanmean(dim=1, keepdim=True)
+=== dppo.py
+## advantages_are, reward_teaches, floor_of, gradient, last_visit
+- rewards - rewards.mean(dim=1, keepdim=True)
 # the batch's mean instead of the group's
-+ rewards - rewards.nanmean()
-- / (n - 1).clamp(min=1)
++ rewards - rewards.mean()
+- rewards.std(dim=1, keepdim=True)
 # std with the divisor n
-+ / n
-- rewards = rewards.double()
-# a missing reward counts as 0
-+ rewards = rewards.double().nan_to_num(0.0)
-- A.masked_fill(missing | equal, 0.0)
++ rewards.std(dim=1, keepdim=True, correction=0)
+- A.round(decimals=9)
 # groups of equal rewards have advantages by rounding
-+ A.masked_fill(missing, 0.0)
-
-## floor_of, gradient, last_visit
++ A
+- torch.where(rewards.isnan(), means, rewards)
+# a missing reward counts as 0
++ rewards.nan_to_num(0.0)
 - low = scores < scores
 # high scores pruned instead of low ones
 + low = scores > scores
+- k = int(low.sum())
+# a share of all is pruned, not of the low ones
++ k = low.numel()
 - masked_fill(low, (k - pruned) / max(1, k))
 # the lowest pruned for certain
 + index_fill(0, scores.argsort()[:pruned], 0.0)
@@ -48,8 +51,6 @@ CHANGES = r"""
 # completions with A = 0 pruned in spite of KL
 + return advantages != 0
 - scores = torch.where(needed, advantages.abs(), math.nan)
-# completions scored by A, not |A|
-+ scores = torch.where(needed, advantages.relu(), math.nan)
 # completions without a gradient lower the mean
 + scores = advantages.abs()
 - remembers = {"score": math.nan}
@@ -61,7 +62,7 @@ CHANGES = r"""
 # scores remembered at the place in the batch
 + self.memory["score"][: len(prompts)] = advantages.abs().mean(dim=1)
 
-## four_gradients, draw_keeps, exceed, six_ways, real_draws
+## four_gradients, draw_keeps, exceed, six_ways, real_draws, theorem
 - scatter(0, kept, 1 / pi[kept])
 # weights forgotten
 + scatter(0, kept, 1)
@@ -86,20 +87,14 @@ CHANGES = r"""
 - u = torch.rand(1, generator=generator, dtype=torch.float64)
 # drawn with the random numbers of rollouts
 + u = torch.rand(1, dtype=torch.float64)
-- draw(pi.flatten(), generator).view_as(pi)
-# weights of other completions
-+ draw(pi.T.flatten(), generator).view_as(pi)
 - return len(window), window[kept]
 # prompts looked at until enough have survived
 + return int(kept.nonzero().max()) + 1, window[kept]
 # N is the number of survivors
 + return int(kept.sum()), window[kept]
-- window = window_of(pi, upcoming, limit)
+- upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]
 # the window as large as the batch
-+ window = upcoming[:limit]
-- w_q = draw(pi, generator)
-# drawn with one pi, weighted by another
-+ w_q = (draw(pi, generator) > 0) / rule.prompt_probabilities().double()[window]
++ upcoming[:limit]
 
 ## samples_have, what_is_sampled, only_models
 - .logits[:, -1].float() / temperature
@@ -108,32 +103,31 @@ CHANGES = r"""
 - positions = (mask.cumsum(dim=1) - 1)
 # padding counted in positions
 + positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
+- new = log_p.exp()
+# only the 50 likeliest tokens sampled, as is the default elsewhere
++ new = log_p.where(log_p >= log_p.topk(min(50, len(log_p[0])))[0][:, -1:], -99).exp()
 - if len(live) < len(rows):
 # completions go on after their end
 + if False:
-- row[row >= 0].tolist()))
+- row[row >= 0].tolist()
 # the end left out, so never trained
-+ [n for n in row.tolist() if n not in (-1, *task.end_ids)]))
++ [n for n in row.tolist() if n not in (-1, *task.end_ids)]
 - Sequence(prompts[i // samples]
 # completions of other prompts (repeat for repeat_interleave)
 + Sequence(prompts[i % len(prompts)]
 
-## packing, micro_batch, follows
+## packing, follows, moves_nothing, updates_below, tells_how_much
 - zip(prompt + completion, count(), owners)
 # positions do not restart
 + zip(prompt + completion, count(len(row)), owners)
 - [-1] * (len(prompt) - 1) + [i] * len(completion) + [-1]
 # the mask late by one
 + [-1] * len(prompt) + [i] * len(completion)
-# prompts trained, too
-+ [i] * (len(prompt) + len(completion) - 1) + [-1]
 # tokens belong to the first sequence of their slot
 + [-1] * (len(prompt) - 1) + [slot[0]] * len(completion) + [-1]
 - head(hidden).float().div_(temperature)
 # temperature forgotten in training
 + head(hidden).float()
-
-## follows, moves_nothing, updates_below
 - torch.min(rho * A, clipped)
 # the larger of clipped and unclipped
 + torch.max(rho * A, clipped)
@@ -150,12 +144,9 @@ CHANGES = r"""
 - kl = log_x.exp() - 1 - log_x
 # KL by log p/p_ref, whose gradient has the mean 0
 + kl = -log_x
-- config.beta * kl - surrogate
-# the loss has the wrong sign
-+ config.beta * kl + surrogate
-- return lengths
-# grpo divides by the mean length
-+ return torch.full_like(lengths, lengths.mean())
+- torch.cat([old[i] for i in batch])
+# the old policy's tokens in another order than the new one's
++ torch.cat([old[i] for i in sorted(batch)])
 - loss = share[owner] @ losses
 # divided by the number of completions in a micro-batch
 + loss = share[owner] @ losses / len(batch)
@@ -163,13 +154,11 @@ CHANGES = r"""
 # advantages centred again after pruning
 + A = A - A[kept].mean()
 +         losses, more = token_losses(
-- model.zero_grad()
--     tokens
-# gradients of earlier updates added
-+ tokens
 - if 0 < grad_norm < math.inf:
 # Adam's momentum moves the model without a gradient
 + if grad_norm < math.inf:
+# a gradient that is not finite moves the model
++ if grad_norm != 0:
 
 ## and_shares, remembers, later_updates, biased_rule, reward_gets
 - return w_q[:, None] * w_qi
@@ -177,10 +166,6 @@ CHANGES = r"""
 + return w_qi
 # the completions' weights forgotten
 + return w_q[:, None] * (w_qi > 0)
-- weights.append(rule.weights(w_q, w_qi, N))
-# the prompts' weights by pi from the same rollout
-+ rule.remember(prompts, rewards, A)
-+         weights.append(w_qi / rule.prompt_probabilities()[prompts, None])
 - w / (N * G * Z)
 # B instead of N
 + w / (len(prompts) * G * Z)
@@ -194,13 +179,7 @@ CHANGES = r"""
 # the old policy is that before each update, so nothing is clipped
 + for number, w in enumerate(weights):
 +         old = frozen_logprobs(task.model, sequences, trained, config)
-- for q in prompts.tolist()]
-# the first prompts of the window rolled out, not the survivors
-+ for q in upcoming[: len(prompts)].tolist()]
-- examples[i // G] | {
-# graded by the answers of other prompts
-+ examples[i % len(examples)] | {
-- scale_by_std=config.objective != "dr_grpo")  # (B, G)
+- scale_by_std=config.objective != "dr_grpo")
 # dr_grpo scaled by std
 + scale_by_std=True)
 - mean_length or lengths.mean())
@@ -209,80 +188,102 @@ CHANGES = r"""
 - (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
 # the mean length of survivors taken for the window's
 + lengths.mean().item()
-- copy.deepcopy(task.model) if config.beta > 0
-# the reference is the model that is trained
-+ task.model if config.beta > 0
-- rule.remember(prompts.clone(), rewards
-# remembered for the first prompts of the window, not the survivors
-+ rule.remember(upcoming[: len(prompts)], rewards
 - if self.unbiased:
 # a biased rule keeps its weights
 + if True:
-- kept * N * kept.shape[1] / kept.sum().clamp(min=1)
-# a biased rule divides by the candidates, not by what it keeps
-+ kept
 
-## line_of_completions, many_unpruned, that_rate, worth_little
+## later_updates, random_numbers_of_their_own, history_in_two_parts, goes_on, leaves, log_tells
+- copy.deepcopy(task.model) if config.beta > 0
+# the reference is the model that is trained
++ task.model if config.beta > 0
+- seen += step.N
+# pruned prompts do not count as seen
++ seen += len(step.prompts)
+- transformers.set_seed((1_000_003
+# random numbers go on from step to step, and so differ after --resume
++ (lambda _: None)((1_000_003
+- parameter.copy_(master)
+# masters rounded to bfloat16
++ master.copy_(parameter.copy_(master))
+- optimizer.load_state_dict(saved["optimizer"])
+# Adam begins anew after --resume
++ pass
+- self.rule.memory |= saved["memory"]
+# memory is lost with --resume
++ pass
+- master.copy_(value)
+# masters restored from bfloat16
++ master.copy_(value.to(parameter.dtype))
+- self.restore(Path(config.resume or config.history) / "checkpoint.pt")
+# after --resume, the reference is the trained model
++ self.restore(Path(config.resume or config.history) / "checkpoint.pt")
++             task.reference = copy.deepcopy(task.model)
+- optimizer.is_amid_step = True
+# a step is saved between its updates
++ optimizer.is_amid_step = False
+- if run.records[-1]["step"] > 0 and not run.optimizer.is_amid_step:
+# an interrupted run is not saved
++ if done >= total:
+- save_whole(saved, self.out / "checkpoint.pt")
+# a disk that fills up leaves half a checkpoint
++ torch.save(saved, self.out / "checkpoint.pt")
+
+=== extras/proportional.py
+## line_of_completions, noise_of, that_rate, worth_little, all_equal
 - (1 - rate * (1 - height))
 # a line without its floor 1 - r
 + (height)
 - scores = advantages.abs() * prompt_weights[:, None]
 # a completion's score without its prompt's weight
 + scores = advantages.abs()
-- top = scores[needed].mean()
-# completions without a gradient lower the line's end
-+ top = scores.mean()
 - scores = self.expected_squares().sqrt()
 # prompts scored by A^2, not its root
 + scores = self.expected_squares()
 - (pi.mean() * (squares / pi).mean())
 # worth without the mean of pi
 + (squares / pi).mean()
-
-## that_rate, worth_little, all_equal, far_from
 - memory, bins = self.memory, self.bin_of_prompts()
 # bins by the rewards that they learn from
 + memory, bins = self.memory, self.bin_of_prompts()
-+         bins[prompts] = (rewards.nanmean(dim=1).nan_to_num(0.0) * 16).long()  #
++         bins[prompts] = (rewards.mean(dim=1) * 16).long()  #
 - if bins[q] >= 0:
 # first visits teach a bin
 + if True:
 - memory["squares"][bins[q]] += A.square().mean()
 # bins learned with weights
 + memory["squares"][bins[q]] += A.square().mean() / self.prompt_probabilities()[q]
-- self.decay * memory["count"][q]
-# rewards decay, visits do not
-+ memory["count"][q]
-- for outer in (0.01, 0.0):
-# a single reward far from all others sets the range
-+ for outer in (0.0,):
 - guess = guess * self.range_of_rewards()[1] ** 2 / 4
 # the guess is not in units of the rewards, which A^2 has
 + guess = guess / 4
+- ((total - lowest * count) / width)
+# rewards taken for successes
++ total
 """
 
 
 class Change(NamedTuple):
+    file: str
     what: str
     words: list  # of tests to run first
-    old: list  # lines
-    new: list
+    old: str
+    new: list  # of lines
 
 
 def parsed(text):
     """-> the changes."""
-    changes, old, last = [], [], None
+    changes = []
     for line in filter(None, text.splitlines()):
         sign, rest = line.split(" ", 1)
-        if sign == "##":
+        if sign == "===":
+            file = rest
+        elif sign == "##":
             words = rest.split(", ")
         elif sign == "-":
-            old = [*old, rest] if last == "-" else [rest]
+            old = rest
         elif sign == "#":
-            changes.append(Change(rest, words, old, []))
+            changes.append(Change(file, rest, words, old, []))
         else:
             changes[-1].new.append(rest)
-        last = sign
     return changes
 
 
@@ -304,37 +305,35 @@ class Watcher:
 def first_failure(change):
     """Error and name of the first test that fails with a change, "" if none does."""
     watcher = Watcher(change.words)
-    source = (ROOT / "dppo.py").read_text()
-    source = source.replace("\n".join(change.old), "\n".join(change.new))
+    file = Path(change.file)
+    source = (ROOT / file).read_text().replace(change.old, "\n".join(change.new))
     told = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(told), redirect_stderr(told):
-        Path(folder, "dppo.py").write_text(source)
-        shutil.copy(ROOT / "test_dppo.py", folder)
         os.chdir(folder)
-        sys.path.insert(0, folder)
+        shutil.copytree(ROOT / "extras", "extras")
+        for name in ("dppo.py", "test_dppo.py"):
+            shutil.copy(ROOT / name, name)
+        file.write_text(source)
         options = ["-x", "-k", "not slow", "--assert=plain", "--basetemp=temporary"]
-        pytest.main([*options, "-p", "no:cacheprovider"], plugins=[watcher])
-        os.chdir(ROOT)
+        options += ["-p", "no:cacheprovider", str(file.with_name(f"test_{file.name}"))]
+        pytest.main(options, plugins=[watcher])
     return watcher.failure
 
 
 def main():
-    word = " ".join(sys.argv[1:])
-    changes = [change for change in parsed(CHANGES) if word in change.what]
-    source = (ROOT / "dppo.py").read_text()
-    wrong = []
+    changes = [change for change in parsed(CHANGES) if " ".join(sys.argv[1:]) in change.what]
+    files = sorted({change.file for change in changes})
     for change in changes:
-        times = source.count("\n".join(change.old))
+        times = (ROOT / change.file).read_text().count(change.old)
         if times != 1:
-            wrong.append(f"{change.what}: dppo.py has {times} times {change.old}")
-    if wrong:
-        sys.exit("\n".join(wrong))
+            sys.exit(f'{change.what}: {change.file} has {times} times "{change.old}"')
     for library in LIBRARIES:  # which each change's process then finds imported
         importlib.import_module(library)
+    nothing = [Change(file, "nothing", [], "", [""]) for file in files]
     survivors = []
     with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
-        failures = pool.imap(first_failure, [Change("nothing", [], [""], [""]), *changes])
-        if failure := next(failures):
+        failures = pool.imap(first_failure, [*nothing, *changes])
+        if failure := "".join(next(failures) for _ in files):
             sys.exit(f"without any change, there is {failure}")
         for change, failure in zip(changes, failures):
             print(f"{change.what:66} {failure or 'NOT CAUGHT':.99}", flush=True)
