@@ -103,9 +103,9 @@ CHANGES = r"""
 - positions = (mask.cumsum(dim=1) - 1)
 # padding counted in positions
 + positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
-- new = log_p.exp()
+- log_p.exp().multinomial(1)
 # only the 50 likeliest tokens sampled, as is the default elsewhere
-+ new = log_p.where(log_p >= log_p.topk(min(50, len(log_p[0])))[0][:, -1:], -99).exp()
++ log_p.where(log_p >= log_p.topk(min(50, len(log_p[0])))[0][:, -1:], -99).exp().multinomial(1)
 - if len(live) < len(rows):
 # completions go on after their end
 + if False:
