@@ -11,7 +11,7 @@ from dppo import text_of
 def reward(prompts, completions, answer, **columns):
     """1 if a completion means the same as its answer, else 0; None if the answer cannot be read."""
     rewards = []
-    for completion, gold in zip(completions, answer):
+    for completion, gold in zip(completions, map(str, answer)):
         # Without a box, math-verify would misread some answers, such as x^2 + 1.
         boxed = gold if "\\boxed" in gold else f"$\\boxed{{{gold}}}$"
         wanted = parse(boxed)
