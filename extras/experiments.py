@@ -320,7 +320,7 @@ def print_beside(title, run, other):
 
 
 # ==== Analyses: what was decided beforehand ====
-def interval(values, digits=4):
+def interval(values, digits=5):
     """Mean and 95% t-interval of paired differences."""
     half = T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5
     return [round(mean(values) + shift, digits) for shift in (0, -half, half)]
