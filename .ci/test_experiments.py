@@ -39,7 +39,7 @@ def test_means_begin_after_the_start_or_with_the_fifth_from_the_end_and_runs_are
 
 def test_intervals_are_of_student_s_t_and_those_of_ratios_by_logarithms():
     assert experiments.interval([0.1, 0.3]) == [0.2, -1.0706, 1.4706]  # 12.706 * 0.1414/sqrt(2)
-    assert experiments.interval([0.1, 0.3] * 4) == [0.2, 0.1106, 0.2894]  # 2.365 * 0.1069/sqrt(8)
+    assert experiments.interval([0.1, 0.3] * 4) == [0.2, 0.11061, 0.28939]  # 2.365 * 0.1069/sqrt(8)
     assert experiments.ratios([0.5, 2.0, 0.5, 2.0]) == [1.0, 0.28, 3.573]  # 3.182 * 0.8/sqrt(4)
 
 
@@ -92,7 +92,7 @@ def epochs_of(better):
     return runs
 
 
-# The half of the interval of better + 0.001 or better - 0.001: 2.365 * 0.001/sqrt(7) = 0.0009.
+# The half of the interval of better + 0.001 or better - 0.001: 2.365 * 0.001/sqrt(7) = 0.00089.
 AS_GOOD = [(-0.019, "as good"), (-0.0195, "undecided"), (-0.0205, "undecided"), (-0.021, "worse")]
 
 
@@ -101,7 +101,7 @@ def test_after_equal_epochs_an_arm_is_as_good_as_grpo_if_the_interval_is_above_t
     better, told
 ):
     result = experiments.analysis_of_epochs(epochs_of(better))
-    interval = [better, better - 0.0009, better + 0.0009]
+    interval = [better, better - 0.00089, better + 0.00089]
     assert result["dppo"]["minus grpo"] == pytest.approx(interval, abs=1e-6)
     assert result["dppo"]["against grpo"] == told
     assert "minus grpo" not in result["grpo"]
@@ -114,7 +114,7 @@ SAME_TIME = [(0.062, "better"), (0.0605, "undecided"), (0.0595, "undecided"), (0
 def test_in_the_same_time_an_arm_is_compared_with_grpo_skip_of_the_same_seed(better, told):
     result = experiments.analysis_of_epochs(epochs_of(better))
     assert result["dppo"]["grpo-skip in the same time"] == pytest.approx(0.35 + 0.06)
-    interval = [better - 0.06, better - 0.0609, better - 0.0591]
+    interval = [better - 0.06, better - 0.06089, better - 0.05911]
     assert result["dppo"]["minus grpo-skip in the same time"] == pytest.approx(interval, abs=1e-6)
     assert result["dppo"]["in the same time"] == told
     # grpo ends after 3 seconds, its last five evaluations are after 1, 1.5, 2, 2.5 and 3.
