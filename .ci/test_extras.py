@@ -3,6 +3,7 @@
 python -m pytest -q .ci/test_extras.py
 """
 
+import math
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from test_dppo import (
     ADVANTAGES,
     REWARDS,
     G,
+    Given,
     every_result,
     metrics,
     recorded,
@@ -104,6 +106,29 @@ def test_unweighted_keeps_what_dppo_keeps_and_weighs_it_alike():
     w_q, w_qi = torch.tensor([1.0, 2.5]), torch.tensor([[0.0, 4.0, 1.0], [2.0, 0.0, 0.0]])
     weights = rule_with_history("extras.rivals:Unweighted").weights(w_q, w_qi, 4)
     assert weights.tolist() == [[0, 4, 4], [4, 0, 0]]  # N G/3 = 4: the mean of the three
+
+
+def test_literal_removes_the_lowest_for_certain_and_weighs_the_rest_as_dppo_does():
+    scores = torch.tensor([3.0, 0.2, 0.1, 0.0, math.nan, 0.0, 0.3, 3.0])
+    weights = rivals.without_the_lowest(scores, 0.7)  # of five low ones, three
+    assert weights.tolist() == [1, 2.5, 0, 0, 1, 0, 2.5, 1]
+    of_dppo = 1 / dppo.keep_probabilities(scores, 0.7)
+    assert weights[weights > 0].equal(of_dppo[weights > 0])
+    assert rivals.without_the_lowest(torch.ones(4), 0.9).eq(1).all()  # none is low
+
+
+def test_literal_s_step_weighs_what_it_keeps_by_both_levels():
+    given = Given()
+    rule = rule_with_history("extras.rivals:Literal", 0.7, 0.7, prompts_per_step=4)
+    rewards = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]).double()
+    rule.remember(torch.arange(1, 6), rewards, dppo.group_advantages(rewards))
+    step = given.step(rule, torch.optim.SGD(given.model.parameters()))
+    # Of the low prompts 2, 3 and 5, the first two are removed.
+    assert (step.N, step.prompts.tolist(), step.w_q.tolist()) == (6, [0, 1, 4, 5], [1, 1, 1, 3])
+    scores = step.A.abs().where(step.A != 0, math.nan)
+    of_completions = (step.A != 0) * rivals.without_the_lowest(scores, 0.7)
+    assert (step.A != 0).sum() > of_completions.count_nonzero() > 0
+    assert step.weights[0].equal(step.w_q[:, None] * of_completions)
 
 
 # ==== README's rules ====

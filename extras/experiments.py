@@ -26,6 +26,19 @@ undecided. Primary is dppo at 0.7. Expected, from single runs on seeds 0 to 2, m
 dppo at 0.7 takes a fifth of grpo's time and half of grpo-skip's, and loses 0.00 to 0.045; in the
 same time it is about as good as grpo-skip, and dppo-proportional better by 0.03.
 
+EPOCHS, MORE: is the verdict on the paper's rivals one on the methods, or on how they were run? And
+what does Algorithm 1 do as it is reported? The same 15 epochs, seeds and measures. Four arms are
+new: Literal (0.7, 0.7), which removes the lowest for certain; CPPO with 107 prompts a step, which
+fill the room of the completions that it drops, B/(1 - r), as its paper has it; and CPPO and GRESO
+with norms clipped at 10, since at 1 most of their steps were. grpo-skip is made again beside them,
+on the same machine, and the seconds of each seed are scaled so that it takes what it took in
+EPOCHS; then the analysis is that of EPOCHS, with grpo and grpo-skip of there. Expected, without a
+pilot: Literal is as fast as dppo, 7 times grpo, and 0.00 to 0.03 less accurate than it, as prompts
+of the middle that once were all right do not come back; CPPO with 107 prompts takes as long as with
+32, in 144 steps, and is less accurate than there by 0.00 to 0.03; with norms clipped at 10, fewer
+than one step in ten is clipped, and CPPO and GRESO gain 0.00 to 0.03. No verdict changes: after the
+same time, none of the four is better than grpo-skip.
+
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
 0.1, ? is worth 0.2. Eight seeds, 100 steps; at the end, the share of guesses, and the accuracy on 9
@@ -95,6 +108,10 @@ METHODS = {
     "grpo-skip, as many rollouts": {"method": "grpo-skip", "prompts_per_step": 17},
     "CPPO": {"method": "extras.rivals:CPPO"},
     "GRESO": {"method": "extras.rivals:GRESO"},
+    "Literal (0.7, 0.7)": {"method": "extras.rivals:Literal"},
+    "CPPO, 107 prompts": {"method": "extras.rivals:CPPO", "prompts_per_step": 107},
+    "CPPO, norm 10": {"method": "extras.rivals:CPPO", "max_grad_norm": 10.0},
+    "GRESO, norm 10": {"method": "extras.rivals:GRESO", "max_grad_norm": 10.0},
     "dppo": {"method": "dppo"},
     "dppo without weights": {"method": "extras.rivals:Unweighted"},
     "dppo (0.5, 0.5)": {"method": "dppo", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5},
@@ -114,11 +131,14 @@ ARMS = {
     "digits, new seeds": ("grpo-skip", *WITH_HISTORY),
 }
 ARMS["digits"] += ("grpo-skip, as many rollouts",)
+ARMS["epochs, more"] = ("grpo-skip", "Literal (0.7, 0.7)", "CPPO, 107 prompts", "CPPO, norm 10")
+ARMS["epochs, more"] += ("GRESO, norm 10",)
 DIGITS = {"steps": 250, "eval_every": 25, "save_every": 0}
 GUESSES = {"steps": 100, "eval_every": 10, "save_every": 0, "eval_samples": 8}
 GUESSES |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
 SETTINGS = {"digits": DIGITS, "digits, new seeds": DIGITS, "guess or pass": GUESSES}
-SETTINGS["epochs"] = {"epochs": 15.0, "eval_every": 0, "save_every": 40}
+EPOCHS = {"epochs": 15.0, "eval_every": 0, "save_every": 40}
+SETTINGS |= {"epochs": EPOCHS, "epochs, more": EPOCHS}
 
 
 # ==== Guess or pass ====
@@ -273,7 +293,7 @@ def runs_of(name, results):
 def make_run(name, arm, seed, task, folder, **history):
     """-> what is saved of a run."""
     settings = SETTINGS[name] | METHODS[arm] | {"seed": seed}
-    run_class = RunByEpochs if name == "epochs" else dppo.Run
+    run_class = RunByEpochs if name.startswith("epochs") else dppo.Run
     records = train(folder, task, run_class, **settings, **history)
     return kept(records, settings, OF_STEPS if name.startswith("digits") else ())
 
@@ -281,7 +301,8 @@ def make_run(name, arm, seed, task, folder, **history):
 def make_runs(name, seeds, arms, task):
     """Makes RUNS/name/arm-seed.json of each of these runs that is missing there, and prints all of
     them beside those that are saved."""
-    saved = json.loads(RESULTS.read_text())["experiments"][name]["runs"]
+    experiments = json.loads(RESULTS.read_text())["experiments"]
+    saved = experiments[name]["runs"] if name in experiments else {}
     without, with_history = WITH_HISTORY
     runs = sorted(product(seeds, arms), key=lambda run: run[1] == with_history)  # these at last
     for seed, arm in runs:
@@ -405,6 +426,30 @@ def analysis_of_epochs(runs):
     return result
 
 
+def scaled(run, factor):
+    """A run whose seconds are so many times as long."""
+    curve = [[step, factor * seconds, *means] for step, seconds, *means in run["curve"]]
+    seconds = factor * run["sums"]["processor_seconds"]
+    return run | {"curve": curve, "sums": run["sums"] | {"processor_seconds": seconds}}
+
+
+def analysis_of_more_epochs(runs, epochs):
+    """That of the runs of "epochs", and of these in the seconds of there."""
+    controls = {arm: epochs[arm] for arm in ("grpo", "grpo-skip")}
+    others = {arm: {} for arm in runs if arm != "grpo-skip"}
+    for seed, control in runs["grpo-skip"].items():
+        there = epochs["grpo-skip"][seed]["sums"]["processor_seconds"]
+        for arm in others:
+            factor = there / control["sums"]["processor_seconds"]
+            others[arm][seed] = scaled(runs[arm][seed], factor)
+    result = analysis_of_epochs(controls | others)
+    for arm, of_seed in others.items():
+        of_arm = [*of_seed.values()]
+        share = average(of_arm, "clipped") / average(of_arm, "steps")
+        result[arm]["steps clipped"] = round(share, 3)
+    return {arm: result[arm] for arm in others}
+
+
 def analysis_of_guesses(runs):
     result = {}
     for arm, of_seed in runs.items():
@@ -495,6 +540,7 @@ def analysis_of_times(runs):
 
 ANALYSES = {
     "epochs": analysis_of_epochs,
+    "epochs, more": analysis_of_more_epochs,
     "guess or pass": analysis_of_guesses,
     "digits": analysis_of_digits,
     "digits, new seeds": analysis_of_digits,
@@ -511,6 +557,8 @@ def gather():
     for name, analyse in ANALYSES.items():
         runs = runs_of(name, results)
         saved = results["experiments"][name]
+        if name == "epochs, more":  # whose controls are there
+            analyse = partial(analyse, epochs=runs_of("epochs", results))
         saved.pop("analysis", None)
         if min(len(runs.get(arm, {})) for arm in ARMS.get(name, runs)) > 1:
             saved["analysis"] = analyse(runs)

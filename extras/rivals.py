@@ -1,10 +1,16 @@
 """Other methods as forks of dppo.Rule, to compare with.
 
-    python dppo.py --method extras.rivals:CPPO     # or GRESO, Uniform, Unweighted
+    python dppo.py --method extras.rivals:CPPO     # or GRESO, Literal, Uniform, Unweighted
 
-Uniform draws without scores, and Unweighted leaves out the weights of the paper's rule. CPPO and
-GRESO are the methods of other papers. Like Unweighted, they are biased on purpose: all that they
-train weighs the same, and the loss is its mean.
+Uniform draws without scores, Unweighted leaves out the weights of the paper's rule, and Literal is
+its Algorithm 1 as it is reported. CPPO and GRESO are the methods of other papers. All but Uniform
+are biased on purpose. What CPPO, GRESO and Unweighted train weighs the same, and the loss is its
+mean.
+
+Literal removes the lowest floor(r k) of the k scores below the mean for certain, where DPPO draws
+as many, and gives what it keeps the weights C/(1 - P) of DPPO. (This is second-hand, from a reader
+of the full text. Of equal scores, which are most, the first are removed.) A prompt that is removed
+keeps its score, and so does not come back unless the mean falls.
 
 CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|, as the paper's
 tables count them. (Its code ranks the completions of a whole batch.) The paper also fills the room
@@ -16,9 +22,9 @@ and refills its batch until enough groups teach. The paper's own code tosses a c
 and moves p from the second epoch on. Here the draw is dppo.draw's, whose number does not scatter,
 and p moves from the first step on.
 
-The refill needs another step than dppo's. A rule cannot bring one with it, so importing this module
-puts `step_of_rule` in the place of dppo.dppo_step. It makes GRESO's step for GRESO, and dppo's for
-all other rules.
+The refill needs another step than dppo's, and so does Literal, whose kept prompts have weights that
+no draw gives them. A rule cannot bring a step with it, so importing this module puts `step_of_rule`
+in the place of dppo.dppo_step. It makes their own steps for these two, and dppo's for all others.
 """
 
 import math
@@ -48,6 +54,35 @@ class Unweighted(DPPO):
     """Prunes as DPPO does, but all that it keeps weighs the same."""
 
     unbiased = False
+
+
+def without_the_lowest(scores, rate):
+    """Scores -> weights: those of dppo.keep_probabilities, but 0 for the lowest floor(rate k)."""
+    pi = dppo.keep_probabilities(scores, rate)
+    pruned = round((1 - pi).sum().item())
+    lowest = scores.nan_to_num(math.inf).flatten().argsort(stable=True)[:pruned]
+    return (1 / pi).flatten().index_fill(0, lowest, 0.0).view_as(pi)
+
+
+class Literal(DPPO):
+    """Algorithm 1 as it is reported: removes the lowest, and weighs the rest as if by chance."""
+
+    unbiased = False
+
+    def prompt_probabilities(self):
+        scores = self.memory["score"]
+        self.of_prompts = without_the_lowest(scores, self.config.prompt_prune_rate)  # for its step
+        return (self.of_prompts > 0).double()
+
+    def completion_probabilities(self, advantages, prompt_weights):
+        needed = dppo.has_gradient(advantages, self.config.beta)
+        scores = torch.where(needed, advantages.abs(), math.nan)
+        weights = without_the_lowest(scores, self.config.completion_prune_rate)
+        self.of_completions = needed * weights
+        return (self.of_completions > 0).double()
+
+    def weights(self, w_q, w_qi, N):
+        return w_q[:, None] * self.of_completions
 
 
 class CPPO(Rule):
@@ -125,10 +160,23 @@ def refilled_step(task, rule, optimizer, upcoming, mean_length, generator):
         return dppo_step(task, rule, optimizer, upcoming, mean_length, generator)
 
 
+def literal_step(task, rule, *state):
+    """dppo_step, but the prompts that are kept for certain have the weights of Literal."""
+
+    def prune(rule, *inputs):
+        N, prompts, _ = prune_prompts(rule, *inputs)
+        return N, prompts, rule.of_prompts[prompts]
+
+    with mock.patch.object(dppo, "prune_prompts", prune):
+        return dppo_step(task, rule, *state)
+
+
 def step_of_rule(task, rule, *state):
-    """GRESO's step or, for any other rule, dppo's."""
-    step = refilled_step if isinstance(rule, GRESO) else dppo_step
-    return step(task, rule, *state)
+    """The step of GRESO, of Literal or, for any other rule, dppo's."""
+    for kind, step in ((GRESO, refilled_step), (Literal, literal_step)):
+        if isinstance(rule, kind):
+            return step(task, rule, *state)
+    return dppo_step(task, rule, *state)
 
 
 dppo.dppo_step = step_of_rule
