@@ -51,18 +51,17 @@ def test_a_verdict_needs_the_whole_interval_on_one_side_of_the_bound():
 
 # ==== Epochs ====
 def test_a_run_is_evaluated_at_the_first_step_after_each_epoch(monkeypatch):
-    def make_step(run):
-        run.records.append({"candidates_so_far": run.records[-1]["candidates_so_far"] + 4})
-        return run.records[-1]
+    def make_step(task, rule, optimizer, before):
+        return {"candidates_so_far": before["candidates_so_far"] + 4}
 
-    monkeypatch.setattr(dppo.Run, "make_step", make_step)
     monkeypatch.setattr(dppo, "evaluate", mock.Mock(return_value={"accuracy": 0.5}))
-    run = object.__new__(experiments.RunByEpochs)
-    run.config, run.task = None, SimpleNamespace(train=[None] * 10)
-    run.records = [{"candidates_so_far": 7}]  # of a history
-    records = [run.make_step() for _ in range(8)]  # after 4, 8, 12, 16, 20, 24, 28 and 32 prompts
-    assert [i for i, record in enumerate(records, 1) if "accuracy" in record] == [3, 5, 8]
-    assert records[2]["accuracy"] == 0.5
+    task, rule = SimpleNamespace(train=[None] * 10), SimpleNamespace(config=None)
+    records = [{"candidates_so_far": 7}]  # of a history
+    for _ in range(8):  # after 4, 8, 12, 16, 20, 24, 28 and 32 prompts
+        step = experiments.step_by_epochs(make_step, 7, task, rule, None, records[-1])
+        records.append(step)
+    assert [i for i, record in enumerate(records) if "accuracy" in record] == [3, 5, 8]
+    assert records[3]["accuracy"] == 0.5
 
 
 def test_accuracy_between_two_evaluations_is_on_a_straight_line_and_then_stays():
@@ -138,7 +137,7 @@ def test_greso_trains_with_its_own_step_and_a_step_tells_its_seconds_and_noise(t
     settings = {"group_size": 4, "max_completion_tokens": 8, "prompts_per_step": 4, "steps": 2}
     for method, trained in (("extras.rivals:GRESO", [16, 16]), ("grpo", [16, 16])):
         folder = tmp_path / method
-        records = experiments.train(folder, task, dppo.Run, method=method, **settings)[1:]
+        records = experiments.train(folder, task, method=method, **settings)[1:]
         assert [record["completions_trained"] for record in records] == trained
         assert all(record["processor_seconds"] > 0 for record in records)
         rolled = [record["prompts_rolled"] for record in records]

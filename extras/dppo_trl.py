@@ -22,7 +22,7 @@ gradient is that of TRL's loss on the whole window, as long as `entropy_coef` an
 2. The memory is one batch older, since the data loader fetches ahead.
 3. An epoch's last window may reach into the next epoch.
 4. TRL pads, and does not pack.
-5. A resumed run has no memory.
+5. A run that is resumed starts without memory, and with an order of its own.
 
 It ran on CPUs only, in one process and in two.
 
@@ -49,10 +49,13 @@ class WindowSampler(RepeatSampler):
         G, B = rule.config.group_size, rule.config.prompts_per_step
         args = trainer.args
         super().__init__(trainer.train_dataset, G, B, args.steps_per_generation, seed=args.seed)
+        self.trainer = trainer
         self.rule = rule
         self.order = torch.arange(0)  # prompts to come
 
     def __iter__(self):
+        # By the step, or a run that is resumed would look at its first prompts again.
+        self.generator.manual_seed(self.trainer.args.seed + self.trainer.state.global_step)
         self.queue = []
         for _ in range(self.num_samples // self.batch_size):
             if len(self.order) < self.num_samples:
@@ -89,7 +92,6 @@ class DPPOTrainer(GRPOTrainer):
         settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else "grpo"
         config = Config(**settings, **pruning or {})
         self.windows = WindowSampler(self, config.rule_class(config, len(self.train_dataset)))
-        self.mean_length = 0  # of earlier completions
         # A resumed run would skip batches, and leave their weights in the queue.
         self.args.ignore_data_skip = True
 
@@ -116,8 +118,8 @@ class DPPOTrainer(GRPOTrainer):
         self._metrics["train"]["prompts_seen"].append(N)
         self._metrics["train"]["rollout_worth"].append(self.windows.worth)
         length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
-        m = self.mean_length or length
-        self.mean_length = 0.9 * m + 0.1 * length
+        m = rule.memory["mean_length"].item() or length  # of earlier batches
+        rule.memory["mean_length"].fill_(0.9 * m + 0.1 * length)
         # 3. All processes must train the same number of rows, a multiple of TRL's batches.
         processes = self.accelerator.num_processes
         batches = self.args.steps_per_generation

@@ -201,17 +201,13 @@ def guessing():
 
 
 # ==== Runs ====
-class RunByEpochs(dppo.Run):
-    """A run that is also evaluated at the first step after each epoch of prompts."""
-
-    def make_step(self):
-        start = self.records[0]["candidates_so_far"]  # not 0 with history
-        before = self.records[-1]["candidates_so_far"] - start
-        record = super().make_step()
-        after = record["candidates_so_far"] - start
-        if after // len(self.task.train) > before // len(self.task.train):
-            record |= dppo.evaluate(self.task, self.config)
-        return record
+def step_by_epochs(real, start, task, rule, optimizer, before):
+    """make_step, and an evaluation at the first step after each epoch of prompts. (The candidates
+    at the start of the run are not 0 with history.)"""
+    record = real(task, rule, optimizer, before)
+    seen = [values["candidates_so_far"] - start for values in (before, record)]
+    epoch_before, epoch = [candidates // len(task.train) for candidates in seen]
+    return record | dppo.evaluate(task, rule.config) if epoch > epoch_before else record
 
 
 def noting_step(real, task, *inputs, **named):
@@ -228,18 +224,19 @@ def noting_step(real, task, *inputs, **named):
     return step
 
 
-def train(folder, task, run_class, **settings):
+def train(folder, task, by_epochs=False, **settings):
     """A run, or the rest of it, from a copy of the task's model -> its records."""
-    if (folder / "checkpoint.pt").exists():
-        settings.pop("history", None)  # the checkpoint has taken it in
-        settings["resume"] = str(folder)
-    else:
+    if not (folder / "checkpoint.pt").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        settings["output_dir"] = str(folder)
-    config = dppo.Config(**settings)
+    config = dppo.Config(**settings, output_dir=str(folder))
     own_task = replace(task, model=copy.deepcopy(task.model))
-    with mock.patch.object(dppo, "dppo_step", partial(noting_step, step_of_rule)):
-        dppo.train(run_class(config, own_task))
+    run = dppo.start(config, own_task)
+    changes = {"dppo_step": partial(noting_step, step_of_rule)}
+    if by_epochs:
+        start = run[2][0]["candidates_so_far"]
+        changes["make_step"] = partial(step_by_epochs, dppo.make_step, start)
+    with mock.patch.multiple(dppo, **changes):
+        dppo.train(config, own_task, run)
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
@@ -293,8 +290,7 @@ def runs_of(name, results):
 def make_run(name, arm, seed, task, folder, **history):
     """-> what is saved of a run."""
     settings = SETTINGS[name] | METHODS[arm] | {"seed": seed}
-    run_class = RunByEpochs if name.startswith("epochs") else dppo.Run
-    records = train(folder, task, run_class, **settings, **history)
+    records = train(folder, task, name.startswith("epochs"), **settings, **history)
     return kept(records, settings, OF_STEPS if name.startswith("digits") else ())
 
 

@@ -130,7 +130,7 @@ class GRESO(Rule):
             self.memory[name].clamp_(0.05, 0.95)
 
 
-def refilled_step(task, rule, optimizer, upcoming, mean_length, generator):
+def refilled_step(task, rule, optimizer, upcoming, generator):
     """dppo_step, but it rolls out until prompts_per_step groups teach, or no prompt is left."""
     config = rule.config
     limit = config.prompts_per_step
@@ -157,7 +157,7 @@ def refilled_step(task, rule, optimizer, upcoming, mean_length, generator):
         mock.patch.object(dppo, "prune_prompts", return_value=window),
         mock.patch.object(dppo, "rollout", return_value=outcome),
     ):
-        return dppo_step(task, rule, optimizer, upcoming, mean_length, generator)
+        return dppo_step(task, rule, optimizer, upcoming, generator)
 
 
 def literal_step(task, rule, *state):
