@@ -2,10 +2,9 @@ r"""Tests the tests: makes careless changes, one at a time, and runs the tests o
 
     python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
 
-They are mistakes that a researcher may make in the paper's algorithm, in our rule, or in what runs
-them. After "===" is the file that is changed. After "-" is what it has, in one place; after "#"
-what happened; and after "+" what is there instead. Of the file's tests, those with one of the words
-after "##" in their name run first, then all others but the slow one.
+Each is a mistake that a researcher may make. After "===" is the file that is changed, after "-"
+what it has in one place, after "#" what happened, and after "+" what is there instead. Of its
+tests, those with a word after "##" in their name run first, then all others but the slow one.
 """
 
 import importlib
@@ -25,22 +24,22 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("datasets", "tokenizers", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3")
 CHANGES = r"""
 === dppo.py
-## advantages_are, reward_teaches, floor_of, gradient, last_visit
-- rewards - rewards.mean(dim=1, keepdim=True)
+## advantages_are, missing, floor_of, gradient, last_visit
+- rewards.nanmean(dim=1, keepdim=True)
 # the batch's mean instead of the group's
-+ rewards - rewards.mean()
++ rewards.nanmean()
 - rewards.std(dim=1, keepdim=True)
 # std with the divisor n
 + rewards.std(dim=1, keepdim=True, correction=0)
-- A.round(decimals=9)
+- (rewards - mean).round(decimals=9)
 # groups of equal rewards have advantages by rounding
-+ A
-- torch.where(rewards.isnan(), means, rewards)
++ rewards - mean
+- rewards.where(~missing, mean)
 # a missing reward counts as 0
 + rewards.nan_to_num(0.0)
-- low = scores < scores
-# high scores pruned instead of low ones
-+ low = scores > scores
+- * ((rewards.shape[1] - 1) / freedom).sqrt()
+# a missing reward, replaced by the mean, shrinks the std of the others
++ * freedom / freedom
 - k = int(low.sum())
 # a share of all is pruned, not of the low ones
 + k = low.numel()
@@ -68,19 +67,15 @@ CHANGES = r"""
 + scatter(0, kept, 1)
 # 1/pi clipped
 + scatter(0, kept, (1 / pi[kept]).clamp(max=2))
-# 1/P instead of 1/pi
-+ scatter(0, kept, 1 / (1 - pi[kept]))
 # weights scaled to a mean of 1 (self-normalised importance sampling)
 + scatter(0, kept, len(pi) / pi[kept] / (1 / pi[kept]).sum())
 # weights at the places of the shuffled items
-+ scatter(0, (teeth[:-1] < teeth[1:]).nonzero()[:, 0], 1 / pi[kept])
-- kept = order[teeth[:-1] < teeth[1:]]
++ scatter(0, (hits[:-1] < hits[1:]).nonzero()[:, 0], 1 / pi[kept])
+- kept = order[hits[:-1] < hits[1:]]
 # each item has a coin of its own
 + kept = (torch.rand(len(pi), generator=generator) < pi).nonzero()[:, 0]
 # drawn without replacement in proportion to pi, as by numpy.random.choice
 + kept = pi.multinomial(int(pi.sum().round()), generator=generator)
-# the likeliest kept for certain
-+ kept = pi.topk(int(pi.sum().round()))[1]
 - order = torch.randperm(len(pi), generator=generator)
 # items lie in their own order, so neighbours exclude each other
 + order = torch.arange(len(pi))
@@ -97,9 +92,9 @@ CHANGES = r"""
 + upcoming[:limit]
 
 ## samples_have, what_is_sampled, only_models
-- .logits[:, -1].float() / temperature
+- (logits[:, -1].float() / temperature)
 # sampled at temperature 1
-+ .logits[:, -1].float()
++ (logits[:, -1].float())
 - positions = (mask.cumsum(dim=1) - 1)
 # padding counted in positions
 + positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
@@ -116,7 +111,7 @@ CHANGES = r"""
 # completions of other prompts (repeat for repeat_interleave)
 + Sequence(prompts[i % len(prompts)]
 
-## packing, follows, moves_nothing, updates_below, tells_how_much
+## packing, follows, KL, filled, moves_nothing, updates_below, tells_how_much
 - zip(prompt + completion, count(), owners)
 # positions do not restart
 + zip(prompt + completion, count(len(row)), owners)
@@ -139,11 +134,12 @@ CHANGES = r"""
 - log_x = ref_logprobs - logprobs
 # KL the wrong way round
 + log_x = logprobs - ref_logprobs
-# KL has no gradient
-+ log_x = ref_logprobs - logprobs.detach()
-- kl = log_x.exp() - 1 - log_x
-# KL by log p/p_ref, whose gradient has the mean 0
-+ kl = -log_x
+- kl = log_ratio.exp() * (log_x.exp() - 1 - log_x)
+# KL without the ratio, so that a first update follows the reverse KL
++ kl = log_x.exp() - 1 - log_x
+- [(row[0][0], 0, -1)]
+# slots filled with token 0, whatever its embedding is
++ [(0, 0, -1)]
 - torch.cat([old[i] for i in batch])
 # the old policy's tokens in another order than the new one's
 + torch.cat([old[i] for i in sorted(batch)])
@@ -169,8 +165,6 @@ CHANGES = r"""
 - w / (N * G * Z)
 # B instead of N
 + w / (len(prompts) * G * Z)
-# divided by the number of completions that are kept
-+ w / (w.count_nonzero() * Z)
 # Z forgotten
 + w / (N * G)
 - for number, w in enumerate(weights):
@@ -182,12 +176,12 @@ CHANGES = r"""
 - scale_by_std=config.objective != "dr_grpo")
 # dr_grpo scaled by std
 + scale_by_std=True)
-- mean_length or lengths.mean())
+- mean_length or lengths.mean()}
 # dapo divides by this step's mean length, which depends on the draw
-+ lengths.mean())
-- (w_q @ lengths.mean(dim=1) / w_q.sum()).item()
++ lengths.mean()}
+- w_q @ lengths.mean(dim=1) / w_q.sum()
 # the mean length of survivors taken for the window's
-+ lengths.mean().item()
++ lengths.mean()
 - if self.unbiased:
 # a biased rule keeps its weights
 + if True:
@@ -200,33 +194,42 @@ CHANGES = r"""
 # pruned prompts do not count as seen
 + seen += len(step.prompts)
 - transformers.set_seed((1_000_003
-# random numbers go on from step to step, and so differ after --resume
+# random numbers go on from step to step, and so differ when a run goes on
 + (lambda _: None)((1_000_003
 - parameter.copy_(master)
 # masters rounded to bfloat16
 + master.copy_(parameter.copy_(master))
 - optimizer.load_state_dict(saved["optimizer"])
-# Adam begins anew after --resume
+# Adam begins anew when a run goes on
 + pass
-- self.rule.memory |= saved["memory"]
-# memory is lost with --resume
+- rule.memory |= saved["memory"]
+# memory is lost when a run goes on
 + pass
 - master.copy_(value)
 # masters restored from bfloat16
 + master.copy_(value.to(parameter.dtype))
-- self.restore(Path(config.resume or config.history) / "checkpoint.pt")
-# after --resume, the reference is the trained model
-+ self.restore(Path(config.resume or config.history) / "checkpoint.pt")
-+             task.reference = copy.deepcopy(task.model)
-- optimizer.is_amid_step = True
+- records = restore(out, task, rule, optimizer)
+# when a run goes on, the reference is the trained model
++ records = restore(out, task, rule, optimizer)
++         task.reference = copy.deepcopy(task.model)
+- self.updates += 1
 # a step is saved between its updates
-+ optimizer.is_amid_step = False
-- if run.records[-1]["step"] > 0 and not run.optimizer.is_amid_step:
++ pass
+- rule.memory = memory
+# a step that was stopped stays in memory
++ pass
+- if records[-1]["step"] > 0 and updates == optimizer.updates:
 # an interrupted run is not saved
-+ if done >= total:
-- save_whole(saved, self.out / "checkpoint.pt")
++ if is_over:
+- write_whole(out / "checkpoint.pt", lambda file: torch.save(saved, file))
 # a disk that fills up leaves half a checkpoint
-+ torch.save(saved, self.out / "checkpoint.pt")
++ torch.save(saved, out / "checkpoint.pt")
+- lines = log.read_text().splitlines() if log.exists() else []
+# records are lost when a run goes on
++ lines = []
+- .nanmean(dim=1)
+# a group without rewards counts as 0 in means
++ .nan_to_num(0.0).mean(dim=1)
 
 === extras/proportional.py
 ## line_of_completions, noise_of, that_rate, worth_little, all_equal
