@@ -8,11 +8,11 @@ seconds: of each pair the ratio, of these the mean with its 95% t-interval, by l
 stand the densities, the share of tokens that are real. What comes out is printed, and added to
 comparison.json as "packing".
 
-Digits are trained as `grpo` does (all 256 completions of a step), and as `dppo` does (those that are
-left of 512 prompts' rollouts). For a model, 24 answers have lengths drawn from a log-normal
-distribution with the mean and standard deviation of GSM8K's solutions (121 and 54 tokens), cut to 20
-to 400, and prompts as many tokens as its questions have on average, 60. (It is not asked to write
-them, as random tokens take as long.)
+Digits are trained as `grpo` does (all 256 completions of a step), and as `dppo` does (those that
+are left of 512 prompts' rollouts). For a model, 24 answers have lengths drawn from a log-normal
+distribution with the mean and standard deviation of GSM8K's solutions (121 and 54 tokens), cut to
+20 to 400, and prompts as many tokens as its questions have on average, 60. (It is not asked to
+write them, as random tokens take as long.)
 
 Expected beforehand: packing pays on neither. On digits, a slot of 128 tokens holds four sequences
 or more, so that attention costs more than without; for a model, padding wastes half of the tokens,
