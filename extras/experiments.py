@@ -33,11 +33,12 @@ fill the room of the completions that it drops, B/(1 - r), as its paper has it; 
 with norms clipped at 10, since at 1 most of their steps were. The analysis is that of EPOCHS. (Only
 grpo-skip was to be made again beside them, and the other controls were to be those of EPOCHS. But
 on this machine the starting model differs a little, as its first accuracies showed, so after these
-five arms grpo, dppo at 0.7, CPPO and GRESO are made again, too.) Expected, without a pilot: Literal is as fast as dppo, 7 times grpo, and 0.00 to 0.03 less accurate than it, as prompts
-of the middle that once were all right do not come back; CPPO with 107 prompts takes as long as with
-32, in 144 steps, and is less accurate than there by 0.00 to 0.03; with norms clipped at 10, fewer
-than one step in ten is clipped, and CPPO and GRESO gain 0.00 to 0.03. No verdict changes: after the
-same time, none of the four is better than grpo-skip.
+five arms grpo, dppo at 0.7, CPPO and GRESO are made again, too.) Expected, without a pilot: Literal
+is as fast as dppo, 7 times grpo, and 0.00 to 0.03 less accurate than it, as prompts of the middle
+that once were all right do not come back; CPPO with 107 prompts takes as long as with 32, in 144
+steps, and is less accurate than there by 0.00 to 0.03; with norms clipped at 10, fewer than one
+step in ten is clipped, and CPPO and GRESO gain 0.00 to 0.03. No verdict changes: after the same
+time, none of the four is better than grpo-skip.
 
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability
