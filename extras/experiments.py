@@ -349,7 +349,7 @@ def make_runs(name, seeds, arms, task):
         if not path.exists():
             folder = path.with_suffix("")
             result = make_run(name, arm, seed, task, folder, **history)
-            if arm == without:  # another run may start with its memory
+            if arm == without and name != "few":  # another run may start with its memory
                 memory = path.with_suffix(".memory")
                 memory.mkdir(exist_ok=True)
                 shutil.copy(folder / "checkpoint.pt", memory)
