@@ -3,13 +3,18 @@
 python -m pytest -q .ci/test_extras.py
 """
 
+import json
 import math
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import datasets
 import pytest
 import torch
 
@@ -27,7 +32,9 @@ from test_dppo import (
     rule_with_history,
     run,
     seldom_teaches,
+    tiny_model,
     tiny_task,
+    tiny_tokenizer,
 )
 
 ROOT = Path(dppo.__file__).parent
@@ -131,12 +138,77 @@ def test_literal_s_step_weighs_what_it_keeps_by_both_levels():
     assert step.weights[0].equal(step.w_q[:, None] * of_completions)
 
 
-# ==== README's rules ====
+# ==== README's code and commands, as they are printed ====
+def readme_block(word):
+    """The one indented block with this word in it."""
+    blocks = re.findall("(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    [block] = [textwrap.dedent(block) for block in blocks if word in block]
+    return block
+
+
+def run_command(block, *more):
+    """A command of README, with more arguments, in this process."""
+    words = shlex.split(block.replace("\\\n", ""))
+    with mock.patch.object(sys, "argv", [*words[words.index("dppo.py") :], *more]):
+        dppo.main()
+
+
+@pytest.fixture
+def newcomer(tmp_path, monkeypatch):
+    """An empty folder, in which the Hub has tiny models and data; -> settings of small runs."""
+    rows = [{"question": f"{a}=", "answer": a, "problem": f"{a}="} for a in range(20)]
+    data = datasets.Dataset.from_list([row | {"answer": str(row["answer"])} for row in rows])
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ enable_thinking }}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load = datasets.load_dataset
+
+    def of_hub(path, *names, split, data_files=None):
+        if data_files:
+            return load(path, data_files=data_files, split=split)
+        return data.select(range(8) if split == "test" else range(8, 20))
+
+    monkeypatch.setattr(datasets, "load_dataset", of_hub)
+    auto = mock.Mock(return_value=tiny_tokenizer(template))
+    monkeypatch.setattr(dppo.transformers.AutoTokenizer, "from_pretrained", auto)
+    of_model = mock.Mock(side_effect=lambda *_, **__: tiny_model(torch.float32))
+    monkeypatch.setattr(dppo.transformers.AutoModelForCausalLM, "from_pretrained", of_model)
+    small = {"prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 8, "eval_samples": 1}
+    return [f"--{name}={value}" for name, value in small.items()]
+
+
+def test_readme_s_reward_trains_goes_on_and_is_plotted(newcomer):
+    Path("mine.py").write_text(readme_block("def reward"))
+    command = readme_block("--reward mine:reward")
+    run_command(command, *newcomer, "--eval_every=2")
+    steps = len(metrics(Path("runs/mine")))
+    run_command(command, *newcomer, "--eval_every=2", "--epochs=5")  # repeated, with more epochs
+    assert len(metrics(Path("runs/mine"))) > steps > 4
+    pytest.importorskip("matplotlib").use("agg")
+    log = {}
+    exec(readme_block("import pandas").replace("log.accuracy > 0", "log.accuracy >= 0"), log)
+    assert Path("accuracy.png").stat().st_size > 5000 and log["log"].hours.iloc[-1] > 0
+    import mine
+
+    assert mine.reward(["<think>4</think> 12.", [{"content": "13"}]], answer=[12, "12"]) == [1, 0]
+
+
+@pytest.mark.parametrize("word", ["openai/gsm8k", "MATH-lighteval"])
+def test_readme_s_other_commands_run(word, newcomer):
+    pytest.importorskip("math_verify")
+    block = readme_block(word)
+    run_command(block, *newcomer, "--epochs=0", "--steps=2", "--output_dir=run")
+    method = readme_block(word).replace("python dppo.py", "")
+    assert "enable_thinking" in method and len(metrics(Path("run"))) == 3
+    ours = re.search("`(--method extras.*?)`", (ROOT / "README.md").read_text())[1].split()
+    run_command(block, *newcomer, "--epochs=0", "--steps=2", "--output_dir=ours", *ours)
+
+
 def test_the_rules_in_readme_prune_without_bias():
-    blocks = re.findall("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    [code] = [block for block in blocks if "(dppo." in block]
     known = {}
-    exec(code, known)
+    exec(readme_block("class Half"), known)
     rules = [value for value in known.values() if isinstance(value, type)]
     rewards, advantages = REWARDS[[2, 5]], ADVANTAGES[[2, 5]]  # the second is solved
     for kind in rules:
