@@ -584,16 +584,16 @@ def gather():
             saved["analysis"] = analyse(runs)
             for arm, told in saved["analysis"].items():
                 print(f"{name}, {arm}: {told}")
-    if "step" not in results:
-        results["step"] = one_step()
+    if "one step" not in results:
+        results["one step"] = one_step()
     text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
     RESULTS.write_text(text + "\n")
     draw_picture(results)
 
 
 def one_step():
-    """The step that notebook and README show -> which candidates it keeps; their completions: 0 has
-    no gradient, 1 is pruned, 2 is not."""
+    """The step that notebook and README show -> pi of its candidates; their completions: 0 has no
+    gradient, 1 is pruned, 2 is kept, and -1 stands where a prompt was not kept."""
     config = dppo.Config()
     task = dppo.load_task(config)
     torch.manual_seed(0)
@@ -607,8 +607,9 @@ def one_step():
     N, prompts, w_q = dppo.prune_prompts(rule, torch.arange(64), 24, generator)
     A = dppo.group_advantages(rewards)[prompts]
     w_qi = dppo.prune_completions(rule, A, w_q, generator)
-    states = (A != 0).int() + (w_qi > 0).int()
-    return {"kept": [int(q in prompts) for q in range(N)], "states": states.tolist()}
+    states = torch.full((N, config.group_size), -1)
+    states[prompts] = (A != 0).long() + (w_qi > 0).long()
+    return {"pi": rounded(rule.prompt_probabilities()[:N].tolist()), "states": states.tolist()}
 
 
 def learned(run):
@@ -625,37 +626,12 @@ def crossing(curve, level):
     return math.nan
 
 
-STATES = {"no gradient (A = 0)": "0.82", "pruned": "#CFE3F3", "kept": "#0072B2"}
 METHODS_SHOWN = {
     "grpo-skip": ("grpo-skip", "0.15"),
-    "dppo": ("dppo", "#D55E00"),
-    "dppo-proportional": ("dppo-proportional", "#009E73"),
-    "dppo-proportional, with history": ("with another run's memory", "#AA4499"),
+    "dppo": ("dppo (0.7, 0)", "#D55E00"),
+    "dppo-proportional": ("our rule (0.9, 0)", "#009E73"),
+    "dppo-proportional, with history": ("… with another run's memory", "#CC79A7"),
 }
-
-
-def draw_step(fig, step):
-    """The candidates in a row, and below each that is kept its completions."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    kept = torch.tensor(step["kept"])
-    states = torch.tensor(step["states"])  # (B, G)
-    candidates = 1.0 + kept[None]  # (1, N)
-    groups = torch.full((states.shape[1], len(kept)), math.nan)  # (G, N)
-    groups[:, kept > 0] = states.T.float()
-    trained = int((states == 2).sum())
-    titles = [f"{len(kept)} candidate prompts, {len(states)} rolled out"]
-    titles.append(f"their {states.numel()} completions, {trained} trained")
-    axes = fig.subplots(2, 1, sharex=True, height_ratios=[1, states.shape[1]])
-    for ax, title, values in zip(axes, titles, (candidates, groups)):
-        colours = ListedColormap([*STATES.values()])
-        ax.pcolormesh(values, cmap=colours, vmin=0, vmax=2, edgecolor="white", linewidth=1)
-        ax.set_title(title, loc="left")
-        ax.set(xticks=[], yticks=[], frame_on=False)
-    ax.invert_yaxis()
-    patches = [Patch(color=colour) for colour in STATES.values()]
-    fig.legend(patches, STATES, loc="outside lower center", ncols=3, frameon=False)
 
 
 def draw_curves(fig, experiment):
@@ -674,20 +650,23 @@ def draw_curves(fig, experiment):
     for place, (text, colour) in enumerate(texts):
         ax.text(11.9, 0.152 - 0.041 * place, text, color=colour, ha="right")
     ax.axhline(LEVEL, color="0.6", linewidth=1.5, linestyle=":")
-    ax.set_title("SmolLM2 learns to add", loc="left")
+    ax.set_title("SmolLM2 learns to add: completions, not time", loc="left")
     ax.set(xlabel="completions generated, thousands", ylabel="probability of right sums")
     ax.set(xlim=(0, 12), ylim=(-0.03, 0.42), yticks=[0, 0.1, 0.2, 0.3, 0.4])
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def draw_picture(results):
     """README's picture: a step, and what was learned from how many completions."""
-    import matplotlib.pyplot as plt
+    from extras import plots
 
-    plt.rcParams.update({"font.size": 17, "axes.titlesize": 18, "axes.titleweight": "bold"})
-    fig = plt.figure(figsize=(9.6, 8.0), layout="constrained")
-    above, below = fig.subfigures(2, 1, height_ratios=[1, 1.45])
-    draw_step(above, results["step"])
+    plots.style()
+    plots.plt.rc("font", size=17)
+    plots.plt.rc("axes", titlesize=18)
+    fig = plots.plt.figure(figsize=(9.6, 9.6))
+    above, below = fig.subfigures(2, 1, height_ratios=[1, 1.15])
+    states = torch.tensor(results["one step"]["states"]).double().T  # (G, N)
+    pi = torch.tensor(results["one step"]["pi"])
+    plots.draw_step(above, pi, states.where(states >= 0, math.nan), "dppo (0.7, 0.7): ")
     draw_curves(below, results["experiments"]["hard, on a GPU"])
     fig.savefig(PICTURE, format="png", dpi=120, bbox_inches="tight", pad_inches=0.25)
 

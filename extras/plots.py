@@ -6,7 +6,6 @@ which colour-blind readers tell apart, and labels are as large as a notebook's t
 
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import Markdown
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
@@ -27,6 +26,8 @@ def style():
 
 
 def table(rows):
+    from IPython.display import Markdown  # which experiments.py does without
+
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return Markdown("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
@@ -47,7 +48,7 @@ def draw_step(fig, pi, states, told=""):
     above.bar(torch.arange(len(pi)) + 0.5, pi, color=colours, width=0.9)
     for q in (kept & (pi < 1)).nonzero()[:, 0].tolist():
         text = f"{1 / pi[q]:.1f}"
-        above.text(q + 0.5, pi[q] + 0.06, text, ha="center", fontsize="small", rotation=90)
+        above.text(q + 0.6, pi[q] + 0.08, text, ha="center", fontsize="small", rotation=90)
     above.set(ylabel="π", yticks=[0, 1], ylim=(0, 1.15))
     above.set_title(f"{told}{len(pi)} candidate prompts, {int(kept.sum())} rolled out")
     below.pcolormesh(states, cmap=ListedColormap([*STATES.values()]), vmin=0, vmax=2, ec="white")
@@ -171,7 +172,8 @@ def draw_results(analysis):
         hollow = {"markerfacecolor": "white"} if "history" in arm else {}
         ax.errorbar(speed[0], loss[0], fmt="o", color=COLOURS[name], capsize=3, **bars, **hollow)
         text = f"{name} ({rates}".replace("history", "memory") if rates else name
-        ax.annotate(text, (speed[0], loss[0]), (6, 6), textcoords="offset points")
+        place = (-6, 26) if arm == "dppo-proportional (0.9, 0)" else (6, 6)
+        ax.annotate(text, (speed[0], loss[0]), place, textcoords="offset points")
     ax.axhline(0, color="0.7", linewidth=1, zorder=0)
     ax.set(xlabel="times as fast as grpo", ylabel="accuracy minus grpo's", xlim=(0, 14))
     ax.set_title("15 epochs on digits, eight seeds, 95% intervals")
