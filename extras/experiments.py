@@ -40,8 +40,8 @@ than there by 0.00 to 0.03; with norms clipped at 10, fewer than one step in ten
 CPPO and GRESO gain 0.00 to 0.03. No verdict changes: after the same time, none of the four is
 better than grpo- skip.
 
-FEW: the runs of section 2 of the notebook, 120 steps of 16 prompts on 256 prompts, with the seeds 1
-to 8 (the notebook's has 0). They show how far single runs scatter; nothing was expected of them.
+FEW: the runs of section 3 of the notebook, 120 steps of 16 prompts on 256 prompts, with the seeds 1
+to 4 (the notebook's has 0). They show how far single runs scatter; nothing was expected of them.
 
 GUESS OR PASS: what are weights for? The small Qwen3 is also asked to sort letters, which it cannot,
 after demonstrations that answer with a digit or ?, half and half. A digit is right with probability

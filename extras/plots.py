@@ -69,7 +69,7 @@ def draw_learning(curves, saved):
         x, _, y = zip(*curve)
         ax.plot(x, y, "o-", color=COLOURS[name], markersize=4, linewidth=2.5, label=name)
     ax.set(xlabel="completions generated", ylabel="accuracy, held-out prompts", ylim=(0.4, 0.9))
-    ax.set_title("120 steps of each; faint: seeds 1 to 8")
+    ax.set_title("120 steps of each; faint lines: other seeds")
     ax.legend(loc="lower right")
 
 
