@@ -172,7 +172,9 @@ def draw_results(analysis):
         hollow = {"markerfacecolor": "white"} if "history" in arm else {}
         ax.errorbar(speed[0], loss[0], fmt="o", color=COLOURS[name], capsize=3, **bars, **hollow)
         text = f"{name} ({rates}".replace("history", "memory") if rates else name
-        place = (-6, 26) if arm == "dppo-proportional (0.9, 0)" else (6, 6)
+        place = {"dppo-proportional (0.9, 0)": (-6, 26), "dppo (0.5, 0.5)": (6, -18)}.get(
+            arm, (6, 6)
+        )
         ax.annotate(text, (speed[0], loss[0]), place, textcoords="offset points")
     ax.axhline(0, color="0.7", linewidth=1, zorder=0)
     ax.set(xlabel="times as fast as grpo", ylabel="accuracy minus grpo's", xlim=(0, 14))
