@@ -2,9 +2,8 @@ r"""Tests the tests: makes careless changes, one at a time, and runs the tests o
 
     python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
 
-Each is a mistake that a researcher may make. After "===" is the file that is changed, after "-"
-what it has in one place, after "#" what happened, and after "+" what is there instead. Of its
-tests, those with a word after "##" in their name run first, then all others but the slow one.
+"===" names the file that is changed, "-" what it has in one place, "#" what happened, and "+" what
+is there instead. Tests with a word after "##" in their name run first.
 """
 
 import importlib
