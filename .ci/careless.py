@@ -2,8 +2,8 @@ r"""Tests the tests: makes careless changes, one at a time, and runs the tests o
 
     python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
 
-"===" names the file that is changed, "-" what it has in one place, "#" what happened, and "+" what
-is there instead. Tests with a word after "##" in their name run first.
+"===" names the file that is changed, "-" what it has in one place, "#" what happened, "+" what is
+there instead. Tests with a word after "##" in their name run first.
 """
 
 import importlib
