@@ -1,6 +1,5 @@
-r"""Tests the tests: makes careless changes, one at a time, and runs the tests on each.
-
-    python .ci/careless.py [WORD]    all changes, or those with WORD in what happened
+r"""Tests the tests: makes careless changes, one at a time, and runs the tests on each, or, with
+`python .ci/careless.py WORD`, on those with WORD in what happened.
 
 "===" names the file that is changed, "-" what it has in one place, "#" what happened, "+" what is
 there instead. Tests with a word after "##" in their name run first.
