@@ -119,7 +119,9 @@ class GRESO(Rule):
 
     def remember(self, prompts, rewards, advantages):
         teaches = advantages.any(dim=1)
-        kind = torch.where(rewards[:, 0] > 0, 1.0, -1.0) * ~teaches  # 0 if the group teaches
+        mean = rewards.nanmean(dim=1)  # NaN for a group without rewards
+        kind = (mean > 0).double() - (mean <= 0).double()
+        kind = kind * ~teaches  # 0 if the group teaches
         streak = self.memory["streak"][prompts]
         goes_on = streak * kind > 0
         self.memory["streak"][prompts] = kind + streak * goes_on
