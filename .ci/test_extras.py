@@ -100,6 +100,13 @@ def test_greso_keeps_a_prompt_with_p_to_the_power_of_its_streak():
     assert rule.memory["p_easy"][0] == pytest.approx(p + 0.01)
 
 
+def test_greso_tells_groups_by_the_rewards_that_exist():
+    rule = rivals.GRESO(dppo.Config(), 2)
+    rewards = torch.tensor([[math.nan, 1.0], [math.nan, math.nan]])
+    rule.remember(torch.arange(2), rewards, dppo.group_advantages(rewards))
+    assert rule.memory["streak"].tolist() == [1, 0]
+
+
 def test_uniform_keeps_as_many_as_dppo_does_each_with_the_same_pi():
     of_dppo = rule_with_history("dppo", r_o=0.6)
     uniform = rule_with_history("extras.rivals:Uniform", r_o=0.6)
