@@ -382,6 +382,9 @@ def test_without_new_runs_gathering_changes_nothing_and_draws_the_picture(monkey
 
 
 def test_the_step_of_the_picture_has_completions_for_each_prompt_that_is_kept():
-    step = json.loads(experiments.RESULTS.read_text())["step"]
-    assert sum(step["kept"]) == len(step["states"])
-    assert all(len(states) == 8 for states in step["states"])
+    step = json.loads(experiments.RESULTS.read_text())["one step"]
+    kept = [max(states) >= 0 for states in step["states"]]
+    assert len(kept) == len(step["pi"]) and abs(sum(kept) - sum(step["pi"])) < 1
+    assert all(is_kept for is_kept, pi in zip(kept, step["pi"]) if pi == 1)
+    for is_kept, states in zip(kept, step["states"]):
+        assert len(states) == 8 and (min(states) >= 0) == is_kept

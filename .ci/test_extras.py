@@ -207,8 +207,7 @@ def test_readme_s_other_commands_run(word, newcomer):
     pytest.importorskip("math_verify")
     block = readme_block(word)
     run_command(block, *newcomer, "--epochs=0", "--steps=2", "--output_dir=run")
-    method = readme_block(word).replace("python dppo.py", "")
-    assert "enable_thinking" in method and len(metrics(Path("run"))) == 3
+    assert "enable_thinking" in block and len(metrics(Path("run"))) == 3
     ours = re.search("`(--method extras.*?)`", (ROOT / "README.md").read_text())[1].split()
     run_command(block, *newcomer, "--epochs=0", "--steps=2", "--output_dir=ours", *ours)
 

@@ -38,7 +38,7 @@ grpo, and 0.00 to 0.03 less accurate than it, as prompts of the middle that once
 not come back; CPPO with 107 prompts takes as long as with 32, in 144 steps, and is less accurate
 than there by 0.00 to 0.03; with norms clipped at 10, fewer than one step in ten is clipped, and
 CPPO and GRESO gain 0.00 to 0.03. No verdict changes: after the same time, none of the four is
-better than grpo- skip.
+better than grpo-skip.
 
 FEW: the runs of section 3 of the notebook, 120 steps of 16 prompts on 256 prompts, with the seeds 1
 to 4 (the notebook's has 0). They show how far single runs scatter; nothing was expected of them.
@@ -238,7 +238,8 @@ def train(folder, task, by_epochs=False, **settings):
     run = dppo.start(config, own_task)
     changes = {"dppo_step": partial(noting_step, step_of_rule)}
     if by_epochs:
-        start = run[2][0]["candidates_so_far"]
+        _, _, records, _ = run
+        start = records[0]["candidates_so_far"]
         changes["make_step"] = partial(step_by_epochs, dppo.make_step, start)
     with mock.patch.multiple(dppo, **changes):
         dppo.train(config, own_task, run)
@@ -572,6 +573,12 @@ ANALYSES = {
 }
 
 
+def write_results(results):
+    """RESULTS, with a line for each run."""
+    text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
+    RESULTS.write_text(text + "\n")
+
+
 def gather():
     """Adds what is in RUNS to RESULTS, and analyses what has two seeds of every arm."""
     results = json.loads(RESULTS.read_text())
@@ -585,8 +592,7 @@ def gather():
                 print(f"{name}, {arm}: {told}")
     if "one step" not in results:
         results["one step"] = one_step()
-    text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
-    RESULTS.write_text(text + "\n")
+    write_results(results)
     draw_picture(results)
 
 

@@ -20,6 +20,7 @@ and what that saves, a dense mask takes back in part: a ratio of 0.6 to 0.9 of t
 """
 
 import json
+import math
 import random
 import sys
 import time
@@ -30,7 +31,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
-from extras.experiments import RESULTS, ratios
+from extras.experiments import RESULTS, ratios, write_results
 
 PAIRS = 8
 
@@ -52,7 +53,7 @@ def compare(name, model, sequences, advantages):
     for _ in range(PAIRS + 1):
         pairs.append([timed(model, sequences, advantages, alone) for alone in (False, True)])
     densities = [round(density, 3) for _, density in pairs[0]]
-    seconds = [[round(value, 4) for value, _ in pair] for pair in pairs[1:]]
+    seconds = [(round(packed, 4), round(alone, 4)) for (packed, _), (alone, _) in pairs[1:]]
     told = {"completions": len(sequences), "density packed, alone": densities}
     told["seconds packed, alone"] = seconds
     told["time packed over alone"] = ratios([packed / alone for packed, alone in seconds])
@@ -76,21 +77,16 @@ def answers(path):
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rng = random.Random(0)
     vocabulary = range(1000, 20000)
-    spread = torch.tensor(1 + (54 / 121) ** 2).log()  # the variance of the logarithm
+    variance = math.log(1 + (54 / 121) ** 2)  # of the logarithm, and its mean:
+    middle = math.log(121) - variance / 2
     sequences = []
     while len(sequences) < 24:
-        length = round(
-            rng.lognormvariate(float(torch.tensor(121.0).log() - spread / 2), spread**0.5)
-        )
+        length = round(rng.lognormvariate(middle, math.sqrt(variance)))
         if 20 <= length <= 400:
             ids = rng.choices(vocabulary, k=60 + length)
             sequences.append(dppo.Sequence(ids[:60], ids[60:]))
-    return compare(
-        f"{model.config.model_type}, {model.num_parameters() // 10**6}M",
-        model,
-        sequences,
-        torch.randn(24),
-    )
+    name = f"{model.config.model_type}, {model.num_parameters() // 10**6}M"
+    return compare(name, model, sequences, torch.randn(24))
 
 
 if __name__ == "__main__":
@@ -98,5 +94,4 @@ if __name__ == "__main__":
     made = answers(sys.argv[1]) if sys.argv[1:] else digits()
     results = json.loads(RESULTS.read_text())
     results["experiments"].setdefault("packing", {}).setdefault("analysis", {}).update(made)
-    text = json.dumps(results, separators=(",", ":")).replace('"curve"', '\n"curve"')
-    RESULTS.write_text(text + "\n")
+    write_results(results)

@@ -44,8 +44,9 @@ def draw_step(fig, pi, states, told=""):
     in the (G, N) states of a prompt that is not kept."""
     kept = ~states[0].isnan()
     above, below = fig.subplots(2, 1, sharex=True, height_ratios=[3, 5])
-    colours = [STATES["kept"] if is_kept else STATES["pruned"] for is_kept in kept]
-    above.bar(torch.arange(len(pi)) + 0.5, pi, color=colours, width=0.9)
+    place = torch.arange(len(pi)) + 0.5
+    for name, those in (("pruned", ~kept), ("kept", kept)):
+        above.bar(place[those], pi[those], color=STATES[name], width=0.9)
     for q in (kept & (pi < 1)).nonzero()[:, 0].tolist():
         text = f"{1 / pi[q]:.1f}"
         above.text(q + 0.6, pi[q] + 0.08, text, ha="center", fontsize="small", rotation=90)
@@ -162,6 +163,7 @@ def draw_mask(lengths):
 
 def draw_results(analysis):
     """Speed against accuracy, with their intervals, of each arm of "epochs"."""
+    apart = {"dppo-proportional (0.9, 0)": (-6, 26), "dppo (0.5, 0.5)": (6, -18)}  # from others
     fig, ax = plt.subplots(figsize=(8.4, 4.4))
     for arm, told in analysis.items():
         name, rates = name_of(arm)
@@ -172,10 +174,8 @@ def draw_results(analysis):
         hollow = {"markerfacecolor": "white"} if "history" in arm else {}
         ax.errorbar(speed[0], loss[0], fmt="o", color=COLOURS[name], capsize=3, **bars, **hollow)
         text = f"{name} ({rates}".replace("history", "memory") if rates else name
-        place = {"dppo-proportional (0.9, 0)": (-6, 26), "dppo (0.5, 0.5)": (6, -18)}.get(
-            arm, (6, 6)
-        )
-        ax.annotate(text, (speed[0], loss[0]), place, textcoords="offset points")
+        offset = apart.get(arm, (6, 6))
+        ax.annotate(text, (speed[0], loss[0]), offset, textcoords="offset points")
     ax.axhline(0, color="0.7", linewidth=1, zorder=0)
     ax.set(xlabel="times as fast as grpo", ylabel="accuracy minus grpo's", xlim=(0, 14))
     ax.set_title("15 epochs on digits, eight seeds, 95% intervals")
