@@ -1,40 +1,39 @@
 """Other methods as forks of dppo.Rule, to compare with.
 
-    python dppo.py --method extras.rivals:CPPO     # or GRESO, Literal, Uniform, Unweighted
+    python dppo.py --method extras.rivals:CPPO    # or another class of this file
 
-Uniform draws without scores, Unweighted leaves out the weights of the paper's rule, and Literal is
-its Algorithm 1 as it is reported. CPPO and GRESO are the methods of other papers. All but Uniform
-are biased on purpose. What CPPO, GRESO and Unweighted train weighs the same, and the loss is its
-mean.
+Uniform is unbiased, and draws without scores. All others are biased on purpose. They override the
+methods that prune, so dppo.py does not check their probabilities.
 
-Literal removes the lowest floor(r k) of the k scores below the mean for certain, where DPPO draws
-as many, and gives what it keeps the weights C/(1 - P) of DPPO. (This is second-hand, from a reader
-of the full text. Of equal scores, which are most, the first are removed.) A prompt that is removed
-keeps its score, and so does not come back unless the mean falls.
+Unweighted prunes as the paper's rule does and takes the mean of what it keeps. That changes two
+things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
+only: it keeps the divisor N G, so its gradient is shorter as well as turned.
 
-CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|, as the paper's
-tables count them. (Its code ranks the completions of a whole batch.) The paper also fills the room
-that this leaves with more prompts, which here is left to --prompts_per_step. Completions with A = 0
-are not trained, since they have no gradient.
+Literal is the paper's Algorithm 1 as it is reported [second-hand]. Of the k scores below the mean
+it always removes the lowest floor(r k), where DPPO removes as many at random, and it gives the
+others the weights C/(1 - P) of DPPO. Of equal scores, which most are, the first are removed. A
+removed prompt keeps its score. It returns once fewer low scores lie below its own: because the
+mean fell, or because other prompts got lower scores.
 
-GRESO (arXiv 2506.02177) rolls out a prompt the less, the longer it was always right or never right,
-and refills its batch until enough groups teach. The paper's own code tosses a coin for each prompt,
-and moves p from the second epoch on. Here the draw is dppo.draw's, whose number does not scatter,
-and p moves from the first step on.
+CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|. Its loss is the
+mean over all kept completions, those with A = 0 included, as in its repository. (The repository
+averages over their tokens, whereas here every objective has its own Z. It also ranks the
+completions of a whole batch, where the paper's tables count k of each group.) The paper fills the
+room of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a batch of 32.
 
-The refill needs another step than dppo's, and so does Literal, whose kept prompts have weights that
-no draw gives them. A rule cannot bring a step with it, so importing this module puts `step_of_rule`
-in the place of dppo.dppo_step. It makes their own steps for these two, and dppo's for all others.
+GRESO (arXiv 2506.02177) rolls out a prompt less often, the longer it has been always right or never
+right, and refills its batch until enough groups have rewards that differ. Its loss is the mean over
+their completions. The paper's own code tosses a coin for each prompt and adapts p from the second
+epoch on. Here dppo.draw draws, so that the number kept does not scatter, and p adapts from the
+first step on.
 """
 
 import math
-from itertools import chain
-from unittest import mock
 
 import torch
 
 import dppo
-from dppo import DPPO, Rule, dppo_step, group_advantages, prune_prompts, rollout
+from dppo import DPPO, Rule, Step, draw, group_advantages, rollout
 
 
 class Uniform(DPPO):
@@ -51,9 +50,26 @@ class Uniform(DPPO):
 
 
 class Unweighted(DPPO):
-    """Prunes as DPPO does, but all that it keeps weighs the same."""
+    """Prunes as DPPO does, but all that it keeps weighs the same, and the loss is its mean."""
 
-    unbiased = False
+    def prune_prompts(self, upcoming, generator):
+        self.N, prompts, w_q = super().prune_prompts(upcoming, generator)
+        return self.N, prompts, w_q
+
+    def prune_completions(self, advantages, prompt_weights, generator):
+        kept = super().prune_completions(advantages, prompt_weights, generator) > 0
+        # In the loss, w_q w_qi/(N G) is then 1 over the number kept. (w_q itself stays, for the
+        # records, which estimate means over the window.)
+        candidates = self.N * advantages.shape[1]
+        return kept * candidates / kept.sum().clamp(min=1) / prompt_weights[:, None]
+
+
+class WeightOne(DPPO):
+    """Prunes as DPPO does, but gives weight 1 to all that it keeps, and still divides by N G."""
+
+    def prune_completions(self, advantages, prompt_weights, generator):
+        kept = super().prune_completions(advantages, prompt_weights, generator) > 0
+        return kept / prompt_weights[:, None]  # so that w_q w_qi is 1
 
 
 def without_the_lowest(scores, rate):
@@ -67,43 +83,36 @@ def without_the_lowest(scores, rate):
 class Literal(DPPO):
     """Algorithm 1 as it is reported: removes the lowest, and weighs the rest as if by chance."""
 
-    unbiased = False
+    def prune_prompts(self, upcoming, generator):
+        weights = without_the_lowest(self.memory["score"], self.config.prompt_prune_rate)
+        kept = weights[upcoming] > 0
+        in_window = kept.cumsum(0) <= self.config.prompts_per_step
+        prompts = upcoming[kept & in_window]
+        return int(in_window.sum()), prompts, weights[prompts]
 
-    def prompt_probabilities(self):
-        scores = self.memory["score"]
-        self.of_prompts = without_the_lowest(scores, self.config.prompt_prune_rate)  # for its step
-        return (self.of_prompts > 0).double()
-
-    def completion_probabilities(self, advantages, prompt_weights):
+    def prune_completions(self, advantages, prompt_weights, generator):
         needed = dppo.has_gradient(advantages, self.config.beta)
         scores = torch.where(needed, advantages.abs(), math.nan)
-        weights = without_the_lowest(scores, self.config.completion_prune_rate)
-        self.of_completions = needed * weights
-        return (self.of_completions > 0).double()
-
-    def weights(self, w_q, w_qi, N):
-        return w_q[:, None] * self.of_completions
+        return needed * without_the_lowest(scores, self.config.completion_prune_rate)
 
 
 class CPPO(Rule):
     """Trains the k = floor((1 - r_o) G) completions of each group with the largest |A|, at least
     one of them."""
 
-    unbiased = False
-
-    def completion_probabilities(self, advantages, prompt_weights):
+    def prune_completions(self, advantages, prompt_weights, generator):
         G = advantages.shape[1]
-        k = math.floor((1 - self.config.completion_prune_rate) * G + 1e-9)
-        largest = advantages.abs().topk(max(1, k), dim=1).indices
+        k = max(1, math.floor((1 - self.config.completion_prune_rate) * G + 1e-9))
+        largest = advantages.abs().topk(k, dim=1).indices
         kept = torch.zeros_like(advantages).scatter(1, largest, 1.0)
-        return kept * (advantages != 0)
+        # In the loss, w_qi/(B G) is then 1/(B k). Those without a gradient count, but need no pass.
+        return kept * G / k * dppo.has_gradient(advantages, self.config.beta)
 
 
 class GRESO(Rule):
     """Rolls out a prompt with probability p^z if its last z visits were all right, or all wrong.
     Trains the first prompts_per_step groups that teach."""
 
-    unbiased = False
     # streak: visits in a row that were all right or, below 0, all wrong; p: one for all prompts
     remembers = {"streak": 0.0, "p_easy": 0.5, "p_hard": 0.5}
 
@@ -112,10 +121,64 @@ class GRESO(Rule):
         p = torch.where(streak > 0, self.memory["p_easy"], self.memory["p_hard"])
         return (p ** streak.abs()).clamp(min=0.01)
 
-    def completion_probabilities(self, advantages, prompt_weights):
-        teaches = advantages.any(dim=1)
-        trained = teaches & (teaches.cumsum(0) <= self.config.prompts_per_step)
-        return trained[:, None].double().expand_as(advantages)
+    def step(self, task, optimizer, upcoming, generator):
+        """dppo_step, but it rolls out until prompts_per_step groups teach, or no prompt is left,
+        and its loss is the mean over the completions of these groups."""
+        config, model = self.config, task.model
+        G, most = config.group_size, config.prompts_per_step
+
+        # 1 and 2. Prune prompts, and roll out those that are kept, in rounds.
+        N, size, seconds = 0, most, 0.0
+        prompts, sequences, rewards = [], [], []
+        while size > 0 and len(upcoming) > N:
+            rest = upcoming[N:]
+            pi = self.prompt_probabilities()[rest]
+            window = rest[pi.cumsum(0) <= size + 1e-9]
+            pi = pi[: len(window)]
+            kept = window[draw(pi / pi.sum().clamp(max=1), generator) > 0]
+            examples = [task.train[q] for q in kept.tolist()]
+            new_sequences, new_rewards, new_seconds = rollout(task, examples, G, config)
+            prompts.append(kept)
+            sequences += new_sequences
+            rewards.append(new_rewards)
+            seconds += new_seconds
+            N += len(window)
+            # Next as many as should fill the batch, and a quarter more.
+            teaches = group_advantages(torch.cat(rewards)).any(dim=1)
+            missing = most - teaches.sum().item()
+            rate = teaches.double().mean().item()
+            size = min(most, math.ceil(1.25 * missing / max(rate, 0.01)))
+        prompts, rewards = torch.cat(prompts), torch.cat(rewards)
+        A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
+        lengths = torch.tensor([len(s.completion) for s in sequences]).double().view_as(A)
+        Z = dppo.normalizer(lengths, self.memory["mean_length"], config)
+
+        # 3. Train the first groups that teach, whole.
+        teaches = A.any(dim=1)
+        is_trained = (teaches & (teaches.cumsum(0) <= most)).double()
+        w = is_trained[:, None].expand_as(A) * N / is_trained.sum().clamp(min=1)
+
+        # 4. Before any update, get the old and reference log-probabilities.
+        indices = w.flatten().nonzero()[:, 0].tolist()
+        old, ref = None, None
+        if config.inner_epochs > 1:
+            old = dppo.frozen_logprobs(model, sequences, indices, config)
+        if config.beta > 0:
+            ref = dppo.frozen_logprobs(task.reference, sequences, indices, config)
+
+        # 5. Update.
+        updates = []
+        for number in range(config.inner_epochs):
+            inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
+            updates.append(dppo.train_step(model, optimizer, *inputs))
+
+        # 6. Remember.
+        self.remember(prompts, rewards, A)
+        length = lengths.mean()
+        self.memory["mean_length"] = 0.9 * (self.memory["mean_length"] or length) + 0.1 * length
+        w_q = torch.ones(len(prompts), dtype=torch.float64)
+        weights = [w] * config.inner_epochs
+        return Step(N, prompts, w_q, weights, sequences, rewards, A, updates, seconds)
 
     def remember(self, prompts, rewards, advantages):
         teaches = advantages.any(dim=1)
@@ -123,62 +186,13 @@ class GRESO(Rule):
         kind = (mean > 0).double() - (mean <= 0).double()
         kind = kind * ~teaches  # 0 if the group teaches
         streak = self.memory["streak"][prompts]
-        goes_on = streak * kind > 0
+        goes_on = (streak * kind > 0) | mean.isnan()  # without rewards, this was no visit
         self.memory["streak"][prompts] = kind + streak * goes_on
         # Either kind has a share of the rollout to aim at, a quarter in all.
+        graded = kind[~mean.isnan()]
+        if len(graded) == 0:
+            return
         for name, sign, target in (("p_easy", 1, 1 / 12), ("p_hard", -1, 1 / 6)):
-            is_below = (kind == sign).double().mean() < target
+            is_below = (graded == sign).double().mean() < target
             self.memory[name] += 0.01 if is_below else -0.01
             self.memory[name].clamp_(0.05, 0.95)
-
-
-def refilled_step(task, rule, optimizer, upcoming, generator):
-    """dppo_step, but it rolls out until prompts_per_step groups teach, or no prompt is left."""
-    config = rule.config
-    limit = config.prompts_per_step
-    rounds = []
-    N = 0
-    size = limit
-    teaches = torch.zeros(0)  # of each group rolled out so far
-    while size > 0 and len(upcoming) > N:
-        looked_at, prompts, _ = prune_prompts(rule, upcoming[N:], size, generator)
-        examples = [task.train[q] for q in prompts.tolist()]
-        sequences, rewards, seconds = rollout(task, examples, config.group_size, config)
-        rounds.append((prompts, sequences, rewards, seconds))
-        N += looked_at
-        # Next as many as should fill the batch, and a quarter more.
-        teaches = torch.cat([teaches, group_advantages(rewards).any(dim=1)])
-        missing = limit - teaches.sum().item()
-        size = min(limit, math.ceil(1.25 * missing / max(teaches.mean().item(), 0.01)))
-
-    # The rest is dppo_step, which finds what was looked at and rolled out already.
-    prompts, sequences, rewards, seconds = zip(*rounds)
-    window = N, torch.cat(prompts), torch.ones(len(teaches)).double()
-    outcome = [*chain(*sequences)], torch.cat(rewards), sum(seconds)
-    with (
-        mock.patch.object(dppo, "prune_prompts", return_value=window),
-        mock.patch.object(dppo, "rollout", return_value=outcome),
-    ):
-        return dppo_step(task, rule, optimizer, upcoming, generator)
-
-
-def literal_step(task, rule, *state):
-    """dppo_step, but the prompts that are kept for certain have the weights of Literal."""
-
-    def prune(rule, *inputs):
-        N, prompts, _ = prune_prompts(rule, *inputs)
-        return N, prompts, rule.of_prompts[prompts]
-
-    with mock.patch.object(dppo, "prune_prompts", prune):
-        return dppo_step(task, rule, *state)
-
-
-def step_of_rule(task, rule, *state):
-    """The step of GRESO, of Literal or, for any other rule, dppo's."""
-    for kind, step in ((GRESO, refilled_step), (Literal, literal_step)):
-        if isinstance(rule, kind):
-            return step(task, rule, *state)
-    return dppo_step(task, rule, *state)
-
-
-dppo.dppo_step = step_of_rule

@@ -1,0 +1,121 @@
+"""Makes the run of one arm with one seed, and saves what the analyses need of it."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import dppo
+from extras import sums
+from extras.comparison.arms import ARMS, MEMORY_OF, SETTINGS
+
+RUNS = Path(__file__).resolve().parent.parent.parent / "runs" / "experiments"
+SUMMED = ("prompts_seen", "prompts_rolled", "completions_trained", "tokens_generated")
+SUMMED += ("tokens_trained", "processor_seconds", "rollout_processor_seconds")
+
+
+def noting(rule_class):
+    """A rule that prunes as `rule_class` does, and notes more of each step in its record:
+    processor seconds, tokens generated, the noise by A^2, and after each epoch an evaluation."""
+
+    class Noting(rule_class):
+        def __init__(self, config, prompt_count):
+            super().__init__(config, prompt_count)
+            self.memory["seen"] = torch.tensor(0.0)  # candidates, in memory so that a run resumes
+
+        def step(self, task, optimizer, upcoming, generator):
+            rolled_out = []
+
+            def reward(**columns):
+                rolled_out.append(time.process_time())  # as a rollout ends with its rewards
+                return task.reward(**columns)
+
+            started_at = time.process_time()
+            step = super().step(replace(task, reward=reward), optimizer, upcoming, generator)
+            noted = {
+                "processor_seconds": time.process_time() - started_at,
+                "rollout_processor_seconds": rolled_out[-1] - started_at,
+                "tokens_generated": sum(len(ids) for _, ids in step.sequences),
+            }
+            squares = step.A.square()
+            noises = (step.weights[0].square() * squares).mean(dim=1)
+            noted["noise"] = noises.sum().item() / step.N**2
+            noted["noise_of_one"] = (step.w_q @ squares.mean(dim=1)).item() / step.N  # prompt
+            epoch_before = self.memory["seen"] // self.prompt_count
+            self.memory["seen"] += step.N
+            if self.memory["seen"] // self.prompt_count > epoch_before:
+                noted |= dppo.evaluate(task, self.config)
+                del noted["evaluation"]  # texts, of which no mean can be taken
+            step.updates[-1].update(noted)
+            return step
+
+    return Noting
+
+
+def task_of(name, config):
+    """The task of an experiment."""
+    return sums.load_task(config) if name == "sums" else dppo.load_task(config)
+
+
+def train(name, settings, folder):
+    """A run, or the rest of it -> its records."""
+    config = dppo.configure(**settings, output_dir=str(folder))
+    config.rule_class = noting(config.rule_class)
+    task = task_of(name, config)
+    run = dppo.start(config, task, folder, dppo.settings_in(folder))
+    rule, _, records, _ = run
+    if len(records) == 1:
+        rule.memory["seen"].zero_()  # of the run whose memory this one starts with
+    dppo.train(task, *run)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def summary(records, settings):
+    """What is saved of a run. Its curve has, for each evaluation, the step, the processor seconds
+    until then, those of rollouts alone, the completions generated, and the mean of each set."""
+    curve = []
+    seconds, rollout_seconds, generated = 0.0, 0.0, 0
+    for record in records:
+        seconds += record.get("processor_seconds", 0.0)
+        rollout_seconds += record.get("rollout_processor_seconds", 0.0)
+        generated += record.get("completions", 0)
+        if "accuracy" in record:
+            means = [record[name] for name in record if name.startswith("accuracy of ")]
+            point = [record["step"], seconds, rollout_seconds, generated, *means]
+            curve.append([round(value, 4) for value in point])
+    steps = records[1:]
+    totals = {"steps": len(steps)}
+    for name in SUMMED:
+        totals[name] = round(sum(record[name] for record in steps), 4)
+    limit = settings.get("max_grad_norm", dppo.Config.max_grad_norm)
+    totals["steps_clipped"] = sum((record["grad_norm"] or 0.0) > limit for record in steps)
+    noise = sum(record["noise"] for record in steps)
+    one = sum(record["noise_of_one"] for record in steps)
+    totals["noise_in_prompts"] = round(one / noise, 3)  # as noisy as so many unpruned prompts
+    zero_variance = [record["zero_variance_fraction"] for record in steps[:32]]
+    totals["zero_variance_of_first_steps"] = round(sum(zero_variance) / len(zero_variance), 4)
+    return {"curve": curve, "totals": totals, "settings": settings}
+
+
+def make_run(name, seed, arm):
+    """Makes runs/experiments/NAME/ARM-SEED.json, unless it is there -> what it has."""
+    path = RUNS / name / f"{arm}-{seed}.json"
+    if not path.exists():
+        settings = SETTINGS[name] | ARMS[name][arm] | {"seed": seed}
+        if arm in MEMORY_OF:
+            memory = path.with_name(f"{MEMORY_OF[arm]}-{seed - 1}.memory")
+            if not memory.exists():
+                raise SystemExit(f'run this first: {name} {seed - 1} "{MEMORY_OF[arm]}"')
+            settings["history"] = str(memory)
+        folder = path.with_suffix(".run")
+        records = train(name, settings, folder)
+        path.write_text(json.dumps(summary(records, settings | {"history": ""})))
+        shutil.rmtree(folder / "model")
+        if arm in MEMORY_OF.values():
+            folder.rename(path.with_suffix(".memory"))
+        else:
+            (folder / "checkpoint.pt").unlink()
+    return json.loads(path.read_text())
