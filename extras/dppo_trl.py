@@ -1,34 +1,43 @@
 """DPPO for TRL 1.16: GRPOTrainer with a pruning rule of dppo.py.
 
-TRL shards models over several GPUs and generates with vLLM; rollout and loss stay its own. Use the
-trainer as GRPOTrainer, in a file in the folder of dppo.py, started by `python` or `accelerate
-launch` (pip install trl==1.16.0):
+TRL shards models over several GPUs and generates with vLLM. Its rollout and its loss stay as they
+are. To use the trainer, put a file into the folder of dppo.py and start it with `python` or
+`accelerate launch` (pip install trl==1.16.0):
 
     from extras.dppo_trl import DPPOTrainer
     from trl import GRPOConfig
 
     pruning = {"method": "dppo", "prompt_prune_rate": 0.7, "completion_prune_rate": 0.7}
+    args = GRPOConfig("runs/trl", num_generations=8)  # on a CPU also use_cpu=True, bf16=False
     trainer = DPPOTrainer(
-        model=..., args=GRPOConfig(...), train_dataset=..., reward_funcs=..., pruning=pruning
+        model=..., args=args, train_dataset=..., reward_funcs=..., pruning=pruning
     )
     trainer.train()
 
-The method may also be a rule of your own, or "extras.proportional:Proportional". The expected
-gradient is that of TRL's loss on the whole window, as long as `entropy_coef` and
-`top_entropy_quantile` are left alone. Five things differ from dppo.py:
+The method may also be "extras.proportional:Proportional" or a rule of your own. The expected
+gradient is the gradient of TRL's loss on the whole window, as long as `entropy_coef` and
+`top_entropy_quantile` keep their defaults. Seven things differ from dppo.py:
 
-1. A step fills TRL's batch, whatever a rollout is worth. So there is less noise, not fewer
-   rollouts. The worth is logged as `rollout_worth`.
-2. The memory is one batch older, since the data loader fetches ahead.
+1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
+   Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is B
+   divided by the number of prompts that the rule would need.
+2. The memory is one batch older, because the data loader fetches a batch ahead.
 3. An epoch's last window may reach into the next epoch.
-4. TRL pads, and does not pack.
-5. A run that is resumed starts without memory, and with an order of its own.
+4. TRL pads sequences and does not pack them.
+5. A resumed run starts without memory, and visits the prompts in another order.
+6. In the log, `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/...` are estimates for
+   the window, in which a kept prompt counts w_q times and a missing reward does not count. Groups
+   with fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them
+   out. All other metrics, such as the lengths, are TRL's, and describe the rows that TRL has.
+7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
+   is a mean over the rows that are trained, and would be biased.
 
-It ran on CPUs only, in one process and in two.
+So far it has run on CPUs only, in one process and in two.
 
 N  prompts of a window                  B  prompts of a batch, as TRL has them
 K  prompts kept of it, at most B        R  rows of a process: its share of the B G completions
-G  completions of a prompt              m  mean length of completions in earlier batches
+G  completions of a prompt              m  mean length of completions in earlier batches, in trained
+                                           tokens, so without the tokens of tools
 """
 
 import math
@@ -37,13 +46,13 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import Config, prune_completions, prune_prompts
+from dppo import RULES, Config, find, group_advantages, require
 
 
 class WindowSampler(RepeatSampler):
-    """The prompts kept of each window, in the rows that TRL expects. The data loader is one batch
-    ahead, so what they weigh waits in a queue. All processes draw the same, since they have the
-    same seed and history."""
+    """The prompts kept of each window, in the rows that TRL expects. Because the data loader is one
+    batch ahead, the weights of these prompts wait in a queue. All processes draw the same prompts,
+    since they have the same seed and history."""
 
     def __init__(self, trainer, rule):
         G, B = rule.config.group_size, rule.config.prompts_per_step
@@ -52,9 +61,12 @@ class WindowSampler(RepeatSampler):
         self.trainer = trainer
         self.rule = rule
         self.order = torch.arange(0)  # prompts to come
+        # The limit is B, whatever the rule wants, because TRL generates for B prompts anyway.
+        self.wanted = rule.limit_of_step
+        rule.limit_of_step = lambda upcoming: B
 
     def __iter__(self):
-        # By the step, or a run that is resumed would look at its first prompts again.
+        # The seed depends on the step, or a resumed run would visit its first prompts again.
         self.generator.manual_seed(self.trainer.args.seed + self.trainer.state.global_step)
         self.queue = []
         for _ in range(self.num_samples // self.batch_size):
@@ -62,37 +74,49 @@ class WindowSampler(RepeatSampler):
                 epoch = torch.randperm(self.num_samples, generator=self.generator)
                 self.order = torch.cat([self.order, epoch])
             upcoming = self.order[: self.num_samples]
-            self.worth = self.batch_size / self.rule.limit_of_step(upcoming)
-            window = prune_prompts(self.rule, upcoming, self.batch_size, self.generator)
-            self.queue.append(window)
-            N, prompts, _ = window  # a number, (K,), (K,) weights
+            worth = self.batch_size / self.wanted(upcoming.clone())
+            N, prompts, w_q = self.rule.prune_prompts(upcoming, self.generator)  # (K,) each
+            self.queue.append((N, prompts, w_q, worth))
             self.order = self.order[N:]
-            # TRL needs B prompts. One prompt, with weight 0, fills the batch.
+            # TRL needs B prompts, so copies of one prompt, with weight 0, fill the batch.
             filling = upcoming[:1].expand(self.batch_size - len(prompts))
             batch = torch.cat([prompts, filling])  # (B,)
             rows = batch.repeat_interleave(self.mini_repeat_count)  # (B G,)
             yield from rows.repeat(self.repeat_count).tolist()
 
 
+def mean_and_std(values, w_q):
+    """(K, G) or (K, 1) values, NaN where missing; (K,) w_q -> their mean and standard deviation in
+    the window, estimated by counting a kept prompt w_q times. NaN if there are no values."""
+    w = w_q[:, None] * ~values.isnan()
+    mean = (w * values).nansum() / w.sum()
+    squares = (w * (values - mean).square()).nansum()
+    variance = squares / (w.sum() - 1).clamp(min=0)
+    return mean.item(), variance.sqrt().item()
+
+
 class DPPOTrainer(GRPOTrainer):
-    """GRPOTrainer with a rule; `pruning` has settings of dppo.Config. Its expected gradient is
-    GRPO's on the whole window."""
+    """GRPOTrainer with a rule; `pruning` has settings of dppo.Config. Its expected gradient is the
+    gradient of GRPO on the whole window."""
 
     def __init__(self, *args, pruning=None, **kwargs):
         super().__init__(*args, **kwargs)
         group = self.multi_objective_aggregation == "sum_then_normalize"
         group = group and self.scale_rewards != "batch"
         loss = self.loss_type in ("grpo", "dr_grpo", "dapo")
-        if not (group and loss and self.beta == 0 and self.num_iterations == 1):
-            needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1"
-            raise ValueError(f"needs {needs}, rewards scaled by group")
+        is_fine = group and loss and self.beta == 0 and self.num_iterations == 1
+        needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, rewards scaled by group"
+        require(is_fine, f"needs {needs}")
+        require(not self.aux_loss_enabled, "needs router_aux_loss_coef 0: that loss has no weights")
         G = self.num_generations
         settings = {"group_size": G, "prompts_per_step": self.args.generation_batch_size // G}
         # The rule asks whether advantages are divided by the standard deviation.
         settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else "grpo"
-        config = Config(**settings, **pruning or {})
-        self.windows = WindowSampler(self, config.rule_class(config, len(self.train_dataset)))
-        # A resumed run would skip batches, and leave their weights in the queue.
+        pruning = pruning or {}
+        rule_class = find("method", pruning.get("method", "dppo"), RULES)
+        config = Config(**settings, **rule_class.defaults | pruning)
+        self.windows = WindowSampler(self, rule_class(config, len(self.train_dataset)))
+        # Otherwise a resumed run would skip batches, and leave their weights in the queue.
         self.args.ignore_data_skip = True
 
     def _get_train_sampler(self, dataset=None):
@@ -106,43 +130,70 @@ class DPPOTrainer(GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)  # R rows
         if not self.model.training:
             return batch
+
         # 1. What was drawn of the window, and its rollout in all processes.
-        N, prompts, w_q = self.windows.queue.pop(0)
-        rewards, advantages, lengths = self.rollout_of(prompts, batch)  # (K, G) each
-        # 2. Prune completions. Remember.
+        N, prompts, w_q, worth = self.windows.queue.pop(0)
+        by_function, rewards, lengths = self.rollout_of(prompts, batch)
+        A = group_advantages(rewards, scale_by_std=self.scale_rewards != "none")  # (K, G)
+
+        # 2. Prune completions.
         rule = self.windows.rule
-        w_qi = prune_completions(rule, advantages, w_q, self.windows.generator)
-        w = rule.weights(w_q, w_qi, N)  # (K, G)
-        rule.remember(prompts, rewards, advantages)
-        total = N * self.num_generations
-        self._metrics["train"]["prompts_seen"].append(N)
-        self._metrics["train"]["rollout_worth"].append(self.windows.worth)
-        length = (w_q @ lengths.mean(dim=1) / w_q.sum()).item()  # of the window, estimated
-        m = rule.memory["mean_length"].item() or length  # of earlier batches
-        rule.memory["mean_length"].fill_(0.9 * m + 0.1 * length)
+        w_qi = rule.prune_completions(A.clone(), w_q.clone(), self.windows.generator)
+        w = w_q[:, None] * w_qi  # (K, G)
+
         # 3. All processes must train the same number of rows, a multiple of TRL's batches.
         processes = self.accelerator.num_processes
         batches = self.args.steps_per_generation
         filling = processes * len(inputs) - w.numel()
-        w = torch.nn.functional.pad(w.flatten(), (0, filling)).view(processes, -1)
-        most = int((w > 0).sum(dim=1).max())
+        both = torch.stack([w, A]).flatten(1)  # (2, K G)
+        w_of, A_of = torch.nn.functional.pad(both, (0, filling)).view(2, processes, -1)
+        most = int((w_of > 0).sum(dim=1).max())
         count = math.ceil(max(1, most) / batches) * batches
-        w = w[self.accelerator.process_index].to(batch["advantages"])  # (R,)
-        rows = (w == 0).int().argsort(stable=True)[:count]  # those kept, then some of weight 0
-        # 4. TRL divides by a process's rows, or by all tokens (dapo). In their place come N G, or
-        #    N G m.
-        batch["num_items_in_batch"] = torch.tensor(total * m, device=rows.device)
+        w_of, A_of = w_of[self.accelerator.process_index], A_of[self.accelerator.process_index]
+        rows = (w_of == 0).int().argsort(stable=True)[:count]  # those kept, then some of weight 0
+
+        # 4. TRL divides by a process's rows or, with dapo, by the number of all tokens. Instead we
+        #    divide by N G, or by N G m, which no draw changes.
+        total = N * self.num_generations
         scale = 1 if self.loss_type == "dapo" else processes * count / total
-        batch["advantages"] *= w * scale
+        batch["advantages"] = (scale * w_of * A_of).to(batch["advantages"])
+        length = w_q @ lengths.mean(dim=1) / w_q.sum()  # of the window, estimated
+        m = rule.memory["mean_length"] or length
+        batch["num_items_in_batch"] = (total * m).to(batch["advantages"])
+        rows = rows.to(batch["advantages"].device)
         for name, value in batch.items():
             if torch.is_tensor(value) and value.dim() > 0:
                 batch[name] = value[rows]
+
+        # 5. Log, and remember.
+        self._metrics["train"]["prompts_seen"].append(N)
+        self._metrics["train"]["rollout_worth"].append(worth)
+        self.log_rewards(by_function, rewards, A, w_q)
+        rule.memory["mean_length"] = 0.9 * m + 0.1 * length
+        rule.remember(prompts, rewards, A)
         return batch
 
     def rollout_of(self, prompts, batch):
-        """(K, G) rewards, advantages and lengths, without the rows that only fill the batch."""
-        rewards = self.rewards.nan_to_num() @ self.reward_weights.to(self.rewards)  # (B G,)
-        lengths = batch["completion_mask"].sum(dim=1)  # (R,)
-        advantages, lengths = self.accelerator.gather((batch["advantages"], lengths))  # (B G,)
-        rows = torch.stack([rewards.double(), advantages.double(), lengths.double()])  # (3, B G)
-        return rows.cpu().view(3, -1, self.num_generations)[:, : len(prompts)]
+        """(K, G, reward functions) rewards; (K, G) their weighted sum, NaN where no function gave a
+        reward; (K, G) numbers of trained tokens. Rows that only fill the batch are left out."""
+        K, G = len(prompts), self.num_generations
+        by_function = self.rewards.cpu().double().view(-1, G, len(self.reward_funcs))[:K]
+        rewards = (by_function * self.reward_weights.cpu()).nansum(dim=2)
+        rewards[by_function.isnan().all(dim=2)] = math.nan
+        is_trained = batch["completion_mask"] * batch.get("tool_mask", 1)  # (R, tokens)
+        lengths = self.accelerator.gather(is_trained.sum(dim=1))  # (B G,)
+        return by_function, rewards, lengths.cpu().double().view(-1, G)[:K]
+
+    def log_rewards(self, by_function, rewards, A, w_q):
+        """Replaces what TRL has just logged about its rows with estimates for the window."""
+        log = self._metrics["train"]
+        for name, values in zip(self.reward_func_names, by_function.unbind(dim=2)):
+            mean, std = mean_and_std(values, w_q)
+            log[f"rewards/{name}/mean"][-1] = mean
+            log[f"rewards/{name}/std"][-1] = std
+        mean, std = mean_and_std(rewards, w_q)
+        log["reward"][-1] = mean
+        log["reward_std"][-1] = std
+        is_equal = (A == 0).all(dim=1, keepdim=True).double()  # (K, 1)
+        is_equal[(~rewards.isnan()).sum(dim=1) < 2] = math.nan
+        log["frac_reward_zero_std"][-1], _ = mean_and_std(is_equal, w_q)

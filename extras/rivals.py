@@ -128,7 +128,7 @@ class GRESO(Rule):
         G, most = config.group_size, config.prompts_per_step
 
         # 1 and 2. Prune prompts, and roll out those that are kept, in rounds.
-        N, size, seconds = 0, most, 0.0
+        N, size = 0, most
         prompts, sequences, rewards = [], [], []
         while size > 0 and len(upcoming) > N:
             rest = upcoming[N:]
@@ -137,11 +137,10 @@ class GRESO(Rule):
             pi = pi[: len(window)]
             kept = window[draw(pi / pi.sum().clamp(max=1), generator) > 0]
             examples = [task.train[q] for q in kept.tolist()]
-            new_sequences, new_rewards, new_seconds = rollout(task, examples, G, config)
+            new_sequences, new_rewards = rollout(task, examples, G, config)
             prompts.append(kept)
             sequences += new_sequences
             rewards.append(new_rewards)
-            seconds += new_seconds
             N += len(window)
             # Next as many as should fill the batch, and a quarter more.
             teaches = group_advantages(torch.cat(rewards)).any(dim=1)
@@ -178,7 +177,7 @@ class GRESO(Rule):
         self.memory["mean_length"] = 0.9 * (self.memory["mean_length"] or length) + 0.1 * length
         w_q = torch.ones(len(prompts), dtype=torch.float64)
         weights = [w] * config.inner_epochs
-        return Step(N, prompts, w_q, weights, sequences, rewards, A, updates, seconds)
+        return Step(N, prompts, w_q, weights, sequences, rewards, A, updates)
 
     def remember(self, prompts, rewards, advantages):
         teaches = advantages.any(dim=1)

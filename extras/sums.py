@@ -86,7 +86,7 @@ def main():
     config = dppo.configure(**SETTINGS)
     task = load_task(config)
     torch.manual_seed(0)
-    _, rewards, _ = dppo.rollout(task, task.train[:128], 8, config)
+    _, rewards = dppo.rollout(task, task.train[:128], 8, config)
     uniform = (rewards == rewards[:, :1]).all(dim=1).double().mean()
     accuracy = dppo.evaluate(task, config)["accuracy"]
     print(f"accuracy {accuracy:.2f}; {uniform:.0%} of the groups are all right or all wrong")

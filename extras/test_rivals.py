@@ -42,7 +42,7 @@ def test_without_weights_the_divisor_is_the_number_kept_or_that_of_all_candidate
     step = given.step(rule, torch.optim.SGD(given.model.parameters()))
     shares = step.weights[0] / (step.N * G)
     kept = shares > 0
-    assert step.w_q.max() > 1 and step.N > len(step.prompts)  # the paper's draw of prompts
+    assert step.w_q.max() > 1 and len(step.prompts) < step.N  # the paper's draw of prompts
     divisor = {"Unweighted": kept.sum(), "WeightOne": step.N * G}[name]
     assert torch.allclose(shares[kept], (1 / torch.as_tensor(divisor)).double())
     assert kept.sum() < (dppo.group_advantages(REWARDS[step.prompts]) != 0).sum()

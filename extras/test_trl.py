@@ -1,10 +1,11 @@
 """TRL: its GRPOTrainer as an outside oracle, and extras/dppo_trl.py, in one process and in two.
 
-python -m pytest -q .ci/test_trl.py    # where TRL is installed
+python -m pytest -q extras/test_trl.py  # skipped unless TRL is installed
 """
 
 import copy
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from test_dppo import (
 )
 
 trl = pytest.importorskip("trl")
-dppo_trl = pytest.importorskip("extras.dppo_trl")
+from extras import dppo_trl  # noqa: E402, because it needs TRL
 
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
 ROWS = [2, 1, 4, 5]  # of REWARDS
@@ -39,17 +40,22 @@ for i in range(N * G):
     SEQUENCES.append(dppo.Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
 
 
-def trl_settings(folder, prompts=N, loss_type="grpo", **arguments):
-    """Of a trainer whose rollouts are SEQUENCES with REWARDS, for prompt q those of q % N."""
+def trl_settings(folder, prompts=N, loss_type="grpo", scores=SCORED, has_tools=False, **arguments):
+    """Settings of a trainer whose rollouts are SEQUENCES with these scores. Prompt q gets those of
+    prompt q % N. With tools, every second token comes from a tool, and is not trained."""
 
     def rollout(prompts, trainer):
         indices = [int(prompt[:-1]) % N * G + i % G for i, prompt in enumerate(prompts)]
-        return {
+        result = {
             "prompt_ids": [SEQUENCES[i][0] for i in indices],
             "completion_ids": [SEQUENCES[i][1] for i in indices],
             "logprobs": None,
-            "score": SCORED.flatten()[indices].tolist(),
+            "score": scores.flatten()[indices].tolist(),
         }
+        if has_tools:
+            lengths = [len(completion) for completion in result["completion_ids"]]
+            result["env_mask"] = [([1, 0] * length)[:length] for length in lengths]
+        return result
 
     settings = {"num_generations": G, "per_device_train_batch_size": 4, "steps_per_generation": 3}
     settings |= {"gradient_accumulation_steps": 3, "max_grad_norm": 1e9, "learning_rate": 0.0}
@@ -155,23 +161,54 @@ def gradient_of(trainer, prompts):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double(), trained
 
 
+EVERYTHING = [q for q in range(N) for _ in range(G)]  # the window, without pruning
+
+
+def next_batch(trainer, order=(0, 1, 2, 3)):
+    """Draws a batch from the window, with the prompts in this order -> the prompts of its rows."""
+    trainer.windows.order = torch.tensor(order)
+    return list(itertools.islice(trainer.windows, N * G))
+
+
+def logged_rewards(trainer):
+    """Everything about rewards that the log has after one step."""
+    log = trainer._metrics["train"]
+    names = [name for name in log if "reward" in name]
+    assert all(len(log[name]) == 1 for name in names)
+    return {name: log[name][0] for name in names}
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_without_pruning_the_trl_trainer_has_the_gradient_and_the_log_of_trl(
+    loss_type, has_tools, tmp_path
+):
+    scores = SCORED.clone()
+    scores[1, 0] = math.nan  # a missing reward
+    settings = trl_settings(tmp_path, loss_type=loss_type, scores=scores, has_tools=has_tools)
+    reference = trl.GRPOTrainer(**settings)
+    expected, _ = gradient_of(reference, EVERYTHING)
+    trainer = dppo_trl.DPPOTrainer(**settings, pruning={"method": "grpo"})
+    gradient, trained = gradient_of(trainer, next_batch(trainer))
+    assert trained == N * G
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+    assert logged_rewards(trainer) == pytest.approx(logged_rewards(reference), abs=1e-6)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, method, tmp_path):
     settings = trl_settings(tmp_path, loss_type=loss_type)
     pruning = {"method": method, "prompt_prune_rate": 0.6, "completion_prune_rate": 0.6}
     trainer = dppo_trl.DPPOTrainer(**settings, pruning=pruning)
-    everything = [q for q in range(N) for _ in range(G)]
-    full, _ = gradient_of(trl.GRPOTrainer(**settings), everything)
+    full, _ = gradient_of(trl.GRPOTrainer(**settings), EVERYTHING)
 
     def pick():
-        trainer.windows.order = torch.arange(N)
         for name, values in rule_with_history(method).memory.items():
             is_of_prompts = values.shape == (6,)
             values = values[[2, 0, 4, 5]] if is_of_prompts else values
             trainer.windows.rule.memory[name] = values
-        prompts = list(itertools.islice(trainer.windows, N * G))
-        return prompts, trainer.windows.queue[0]
+        return next_batch(trainer), trainer.windows.queue[0]
 
     def step(prompts, entry):
         trainer.windows.queue = [entry]
@@ -181,23 +218,61 @@ def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, me
 
     expectation = torch.zeros_like(full)
     windows = every_result(pick)
-    assert min(len(kept) for _, (_, (_, kept, _)) in windows) < N
+    sizes = set()
     for p, (prompts, entry) in windows:
         assert len(prompts) == N * G and entry[0] == N
+        sizes.add(len(entry[1]))
         for p_completions, (gradient, trained) in every_result(partial(step, prompts, entry)):
             assert trained < N * G
             expectation += p * p_completions * gradient
+    assert min(sizes) < N
     assert (expectation - full).norm() < 1e-5 * full.norm()
+
+
+def test_the_trl_log_estimates_the_rewards_of_the_window(tmp_path):
+    # One of the prompts 0 and 2 is kept and stands for both, and their rewards have the same mean
+    # and std. So the estimates are exact, although prompt 3 fills the batch and is there twice.
+    scores = SCORED.clone()
+    scores[1, 0] = math.nan
+    settings = trl_settings(tmp_path, scores=scores)
+    reference = trl.GRPOTrainer(**settings)
+    gradient_of(reference, EVERYTHING)
+    kept = set()
+    for seed in range(8):
+        trainer = dppo_trl.DPPOTrainer(**settings, pruning={"prompt_prune_rate": 0.5})
+        trainer.args.seed = seed
+        trainer.windows.rule.memory["score"] = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
+        prompts = next_batch(trainer, order=(3, 0, 1, 2))
+        kept.add(tuple(trainer.windows.queue[0][1].sort().values.tolist()))
+        gradient_of(trainer, prompts)
+        assert logged_rewards(trainer) == pytest.approx(logged_rewards(reference), abs=1e-6)
+    assert kept == {(0, 1, 3), (1, 2, 3)}
+
+
+def test_a_missing_reward_teaches_a_trl_run_nothing(tmp_path):
+    scores = SCORED.clone()
+    scores[1] = math.nan
+    scores[2, 0] = math.nan
+    trainer = dppo_trl.DPPOTrainer(**trl_settings(tmp_path, scores=scores))
+    gradient_of(trainer, next_batch(trainer))
+    A = dppo.group_advantages(scores).abs()
+    expected = [A[0].mean(), math.nan, A[2, 1:].mean(), 0.0]  # the second has no score yet
+    score = trainer.windows.rule.memory["score"]
+    torch.testing.assert_close(score, torch.tensor(expected).double(), equal_nan=True)
+    logged = logged_rewards(trainer)
+    assert logged["reward"] == pytest.approx(scores.nanmean().item())
+    assert logged["frac_reward_zero_std"] == pytest.approx(1 / 3)  # of three groups with rewards
 
 
 def test_a_trl_run_that_is_resumed_looks_at_prompts_in_an_order_of_its_own(tmp_path, monkeypatch):
     looked_at = []
+    prune_prompts = dppo.Rule.prune_prompts
 
-    def noting(rule, upcoming, *inputs):
+    def noting(rule, upcoming, generator):
         looked_at.append(upcoming[:N].tolist())
-        return dppo.prune_prompts(rule, upcoming, *inputs)
+        return prune_prompts(rule, upcoming, generator)
 
-    monkeypatch.setattr(dppo_trl, "prune_prompts", noting)
+    monkeypatch.setattr(dppo.Rule, "prune_prompts", noting)
     starts = []
     for max_steps, checkpoint in ((3, None), (6, str(tmp_path / "checkpoint-3")), (6, None)):
         settings = trl_settings(
@@ -221,8 +296,29 @@ def test_the_trl_trainer_refuses_what_would_be_biased(setting, tmp_path):
         dppo_trl.DPPOTrainer(**settings)
 
 
+def test_the_trl_trainer_refuses_the_loss_of_a_router(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = tiny_model(torch.float32, "Qwen3MoeForCausalLM", **sizes)
+    settings = trl_settings(tmp_path) | {"model": model}
+    with pytest.raises(ValueError, match="needs router_aux_loss_coef 0"):
+        dppo_trl.DPPOTrainer(**settings)
+    settings = trl_settings(tmp_path, router_aux_loss_coef=0.0) | {"model": model}
+    trainer = dppo_trl.DPPOTrainer(**settings)
+    gradient, _ = gradient_of(trainer, next_batch(trainer))
+    assert gradient.norm() > 0
+
+
+def test_a_rule_has_its_own_defaults_in_a_trl_run(tmp_path, monkeypatch):
+    defaults = {"prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
+    monkeypatch.setattr(dppo.DPPO, "defaults", defaults)
+    pruning = {"completion_prune_rate": 0.5}
+    config = dppo_trl.DPPOTrainer(**trl_settings(tmp_path), pruning=pruning).windows.rule.config
+    assert config.prompt_prune_rate == 0.9
+    assert config.completion_prune_rate == 0.5
+
+
 def train(folder, processes, method):
-    """Trains in one of so many processes; saves the draws and the gradients."""
+    """Trains in one of so many processes; saves the draws, the gradients and the log."""
     log = []
     gradients = []
 
@@ -231,19 +327,21 @@ def train(folder, processes, method):
         log.append(result if isinstance(result, tuple) else (result,))
         return result
 
-    for name in ("prune_prompts", "prune_completions"):
-        setattr(dppo_trl, name, partial(noting, getattr(dppo_trl, name)))
-
     class Gradients(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **_):
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     size = 4 // processes
     settings = trl_settings(folder, prompts=16, per_device_train_batch_size=size, max_steps=10)
+    settings["args"].logging_steps = 1
     trainer = dppo_trl.DPPOTrainer(**settings, callbacks=[Gradients()], pruning={"method": method})
+    rule = trainer.windows.rule
+    for name in ("prune_prompts", "prune_completions"):
+        setattr(rule, name, partial(noting, getattr(rule, name)))
     trainer.train()
+    rewards = [step["reward"] for step in trainer.state.log_history[:10]]
     path = Path(folder, f"{processes}-{trainer.accelerator.process_index}")
-    torch.save((log, gradients), path)
+    torch.save((log, gradients, rewards), path)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -254,11 +352,12 @@ def test_the_trl_trainer_in_two_processes_draws_the_same_and_has_the_gradient_of
     for launcher, processes in (([], 1), (two, 2)):
         command = [sys.executable, *launcher, __file__, tmp_path, str(processes), method]
         subprocess.run(command, check=True, capture_output=True)
-    log, gradients = torch.load(tmp_path / "1-0", weights_only=False)
+    log, gradients, rewards = torch.load(tmp_path / "1-0", weights_only=False)
     assert len(gradients) == 10
     assert max(result[0] for result in log if len(result) == 3) > N
     for name in ("2-0", "2-1"):
-        same_log, of_part = torch.load(tmp_path / name, weights_only=False)
+        same_log, of_part, same_rewards = torch.load(tmp_path / name, weights_only=False)
+        assert same_rewards == rewards
         for one, other in zip(itertools.chain(*log), itertools.chain(*same_log), strict=True):
             assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
         for a, b in zip(gradients, of_part, strict=True):  # the mean over the processes, as in TRL

@@ -48,7 +48,6 @@ def noting(rule_class):
             self.memory["seen"] += step.N
             if self.memory["seen"] // self.prompt_count > epoch_before:
                 noted |= dppo.evaluate(task, self.config)
-                del noted["evaluation"]  # texts, of which no mean can be taken
             step.updates[-1].update(noted)
             return step
 
@@ -65,7 +64,7 @@ def train(name, settings, folder):
     config = dppo.configure(**settings, output_dir=str(folder))
     config.rule_class = noting(config.rule_class)
     task = task_of(name, config)
-    run = dppo.start(config, task, folder, dppo.settings_in(folder))
+    run = dppo.start(config, task, folder, is_new=not folder.exists())
     rule, _, records, _ = run
     if len(records) == 1:
         rule.memory["seen"].zero_()  # of the run whose memory this one starts with
