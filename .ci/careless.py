@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -22,27 +23,27 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("datasets", "tokenizers", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3")
 CHANGES = r"""
 === dppo.py
-## advantages_are, missing, floor_of, gradient, last_visit
-- rewards.nanmean(dim=1, keepdim=True)
+## advantages_are, missing, floor_of, without_a_gradient, last_visit
+- rewards.double().nanmean(dim=1, keepdim=True)
 # the batch's mean instead of the group's
-+ rewards.nanmean()
-- rewards.std(dim=1, keepdim=True)
-# std with the divisor n
-+ rewards.std(dim=1, keepdim=True, correction=0)
-- (rewards - mean).round(decimals=9)
-# groups of equal rewards have advantages by rounding
-+ rewards - mean
-- rewards.where(~missing, mean)
++ rewards.double().nanmean()
+- centred = rewards.double() - rewards.double().nanmean(dim=1, keepdim=True)
 # a missing reward counts as 0
-+ rewards.nan_to_num(0.0)
-- * ((rewards.shape[1] - 1) / freedom).sqrt()
-# a missing reward, replaced by the mean, shrinks the std of the others
-+ * freedom / freedom
++ centred = rewards.double().nan_to_num(0.0)
++     centred = centred - centred.mean(dim=1, keepdim=True)
+- freedom = (~centred.isnan()).sum(dim=1, keepdim=True) - 1
+# std with the divisor n
++ freedom = (~centred.isnan()).sum(dim=1, keepdim=True)
+# missing rewards count in the divisor of the std
++ freedom = rewards.shape[1] - 1
+- centred.round(decimals=9)
+# groups of equal rewards have advantages by rounding
++ centred
 - k = int(low.sum())
 # a share of all is pruned, not of the low ones
 + k = low.numel()
 - masked_fill(low, (k - pruned) / max(1, k))
-# the lowest pruned for certain
+# the lowest are always pruned
 + index_fill(0, scores.argsort()[:pruned], 0.0)
 - return (advantages != 0) | (beta > 0)
 # completions with A = 0 pruned in spite of KL
@@ -53,13 +54,18 @@ CHANGES = r"""
 - remembers = {"score": math.nan}
 # prompts are low before their first visit
 + remembers = {"score": 0.0}
-- self.memory["score"][q] = A.abs().mean()
+- self.memory["score"][q] = A[graded].abs().mean()
 # a prompt's score is |mean A|, which is 0
-+ self.memory["score"][q] = A.mean().abs()
++ self.memory["score"][q] = A[graded].mean().abs()
+# missing rewards count as A = 0 in a prompt's score
++ self.memory["score"][q] = A.abs().mean()
 # scores remembered at the place in the batch
 + self.memory["score"][: len(prompts)] = advantages.abs().mean(dim=1)
+- if graded.sum() > 1:
+# a group with one reward is a visit that taught nothing
++ if graded.any():
 
-## four_gradients, draw_keeps, exceed, six_ways, real_draws, theorem
+## four_gradients, draw_keeps, exceed, six_ways, sampled_weights, full_gradient
 - scatter(0, kept, 1 / pi[kept])
 # weights forgotten
 + scatter(0, kept, 1)
@@ -68,8 +74,8 @@ CHANGES = r"""
 # weights scaled to a mean of 1 (self-normalised importance sampling)
 + scatter(0, kept, len(pi) / pi[kept] / (1 / pi[kept]).sum())
 # weights at the places of the shuffled items
-+ scatter(0, (hits[:-1] < hits[1:]).nonzero()[:, 0], 1 / pi[kept])
-- kept = order[hits[:-1] < hits[1:]]
++ scatter(0, (points_below[:-1] < points_below[1:]).nonzero()[:, 0], 1 / pi[kept])
+- kept = order[points_below[:-1] < points_below[1:]]
 # each item has a coin of its own
 + kept = (torch.rand(len(pi), generator=generator) < pi).nonzero()[:, 0]
 # drawn without replacement in proportion to pi, as by numpy.random.choice
@@ -80,19 +86,25 @@ CHANGES = r"""
 - u = torch.rand(1, generator=generator, dtype=torch.float64)
 # drawn with the random numbers of rollouts
 + u = torch.rand(1, dtype=torch.float64)
-- return len(window), window[kept]
+- require(fits and pi[needed].all(), f
+# a pi of 0 is accepted where there is a gradient
++ require(fits, f
+- return len(window), window[kept], w_q[kept]
 # prompts looked at until enough have survived
-+ return int(kept.nonzero().max()) + 1, window[kept]
++ return int(kept.nonzero().max()) + 1, window[kept], w_q[kept]
 # N is the number of survivors
-+ return int(kept.sum()), window[kept]
++ return int(kept.sum()), window[kept], w_q[kept]
 - upcoming[pi[upcoming].cumsum(0) <= limit + 1e-9]
 # the window as large as the batch
 + upcoming[:limit]
+- draw(pi / pi.sum().clamp(max=1), generator)
+# no prompt kept, if few are to come
++ draw(pi, generator)
 
-## samples_have, what_is_sampled, only_models
-- (logits[:, -1].float() / temperature)
+## sampling_ignores, sampled_log, check_sampling, linear
+- (logits.float() / temperature)
 # sampled at temperature 1
-+ (logits[:, -1].float())
++ (logits.float())
 - positions = (mask.cumsum(dim=1) - 1)
 # padding counted in positions
 + positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
@@ -108,8 +120,14 @@ CHANGES = r"""
 - Sequence(prompts[i // samples]
 # completions of other prompts (repeat for repeat_interleave)
 + Sequence(prompts[i % len(prompts)]
+- fits = off <= (1e-3
+# a model that samples otherwise than it trains is accepted
++ fits = off <= (1e3
+- any("Linear" in
+# linear attention is packed
++ any("nothing" in
 
-## packing, follows, KL, filled, moves_nothing, updates_below, tells_how_much
+## pack, micro_batch, follows, kl_term, padded, moves_nothing, updates_below, reports
 - zip(prompt + completion, count(), owners)
 # positions do not restart
 + zip(prompt + completion, count(len(row)), owners)
@@ -141,25 +159,32 @@ CHANGES = r"""
 - torch.cat([old[i] for i in batch])
 # the old policy's tokens in another order than the new one's
 + torch.cat([old[i] for i in sorted(batch)])
-- loss = share[owner] @ losses
+- (share[owner] @ losses).backward()
 # divided by the number of completions in a micro-batch
-+ loss = share[owner] @ losses / len(batch)
-- losses, more = token_losses(
++ (share[owner] @ losses / len(batch)).backward()
+- losses, reported = token_losses(
 # advantages centred again after pruning
 + A = A - A[kept].mean()
-+         losses, more = token_losses(
++         losses, reported = token_losses(
+- model.zero_grad()  # an interrupted
+# gradients of an interrupted update are added
++ pass  # an interrupted
 - if 0 < grad_norm < math.inf:
 # Adam's momentum moves the model without a gradient
 + if grad_norm < math.inf:
 # a gradient that is not finite moves the model
 + if grad_norm != 0:
+- torch._foreach_copy_(self.parameters, self.masters)
+# masters rounded to bfloat16
++ torch._foreach_copy_(self.parameters, self.masters)
++         torch._foreach_copy_(self.masters, self.parameters)
 
-## and_shares, remembers, later_updates, biased_rule, reward_gets
-- return w_q[:, None] * w_qi
+## and_shares, remembers, later_updates, methods_of_its_own, full_gradient
+- weights.append(w_q[:, None] * w_qi)
 # the prompts' weights forgotten
-+ return w_qi
++ weights.append(w_qi)
 # the completions' weights forgotten
-+ return w_q[:, None] * (w_qi > 0)
++ weights.append(w_q[:, None] * (w_qi > 0))
 - w / (N * G * Z)
 # B instead of N
 + w / (len(prompts) * G * Z)
@@ -174,17 +199,44 @@ CHANGES = r"""
 - scale_by_std=config.objective != "dr_grpo")
 # dr_grpo scaled by std
 + scale_by_std=True)
-- mean_length or lengths.mean()}
+- return mean_length or lengths.mean()
 # dapo divides by this step's mean length, which depends on the draw
-+ lengths.mean()}
++ return lengths.mean()
 - w_q @ lengths.mean(dim=1) / w_q.sum()
 # the mean length of survivors taken for the window's
 + lengths.mean()
-- if self.unbiased:
-# a biased rule keeps its weights
-+ if True:
+- rule.prune_completions(A.clone(), w_q.clone(), generator)
+# a rule that works in place changes the advantages
++ rule.prune_completions(A, w_q, generator)
+- step = rule.step(task, optimizer, upcoming, generator)
+# a rule's own step is not made
++ step = dppo_step(task, rule, optimizer, upcoming, generator)
 
-## later_updates, random_numbers_of_their_own, history_in_two_parts, goes_on, leaves, log_tells
+## rejects, override, one_line, own_file, mine_py
+- lowest <= value < below
+# NaN is accepted
++ not (value < lowest or value >= below)
+- **defaults | rule_class.defaults | given
+# a rule's defaults are not used
++ **defaults | given
+# a rule's defaults win over what is given
++ **defaults | given | rule_class.defaults
+# the sorting task's defaults win over a rule's
++ **rule_class.defaults | defaults | given
+- require(not {"steps", "epochs"} <= given.keys(),
+# --steps is ignored beside --epochs
++ require(True,
+- pkgutil.resolve_name(name) if ":" in name else None
+# an unknown name is taken for a module
++ pkgutil.resolve_name(name)
+- own = [frame for frame in frames if not frame.filename.startswith(others)]
+# nobody learns where the error in their file is
++ own = []
+- sys.path.insert(0, "")
+# the clone's mine.py wins over the current folder's
++ sys.path.append("")
+
+## later_updates, random_numbers, history_and_epochs, uninterrupted, saved_nothing, signals, log
 - copy.deepcopy(task.model) if config.beta > 0
 # the reference is the model that is trained
 + task.model if config.beta > 0
@@ -192,45 +244,101 @@ CHANGES = r"""
 # pruned prompts do not count as seen
 + seen += len(step.prompts)
 - transformers.set_seed((1_000_003
-# random numbers go on from step to step, and so differ when a run goes on
+# random numbers follow from all earlier steps, and so differ in a resumed run
 + (lambda _: None)((1_000_003
-- parameter.copy_(master)
-# masters rounded to bfloat16
-+ master.copy_(parameter.copy_(master))
 - optimizer.load_state_dict(saved["optimizer"])
-# Adam begins anew when a run goes on
+# Adam begins anew when a run is resumed
 + pass
 - rule.memory |= saved["memory"]
-# memory is lost when a run goes on
+# memory is lost when a run is resumed
 + pass
-- master.copy_(value)
+- torch._foreach_copy_(optimizer.masters, saved["masters"])
 # masters restored from bfloat16
-+ master.copy_(value.to(parameter.dtype))
-- records = restore(out, task, rule, optimizer)
-# when a run goes on, the reference is the trained model
-+ records = restore(out, task, rule, optimizer)
++ torch._foreach_copy_(optimizer.parameters, saved["masters"])
++         torch._foreach_copy_(optimizer.masters, optimizer.parameters)
+- records = restore(out, rule, optimizer)
+# when a run is resumed, the reference is the trained model
++ records = restore(out, rule, optimizer)
 +         task.reference = copy.deepcopy(task.model)
+- restore(config.history, rule)[-1]["candidates_so_far"]
+# a run with history repeats the draws of the earlier run
++ restore(config.history, rule)[0]["candidates_so_far"]
 - self.updates += 1
 # a step is saved between its updates
 + pass
 - rule.memory = memory
-# a step that was stopped stays in memory
+# an interrupted step stays in memory
 + pass
-- if records[-1]["step"] > 0 and updates == optimizer.updates:
+- if record["step"] > 0 and record is records[-1] and optimizer.updates == updates:
 # an interrupted run is not saved
 + if is_over:
+- if step > 0 and step % (config.save_every or math.inf) == 0:
+# nothing is saved before the end
++ if False:
 - write_whole(out / "checkpoint.pt", lambda file: torch.save(saved, file))
-# a disk that fills up leaves half a checkpoint
-+ torch.save(saved, out / "checkpoint.pt")
-- lines = log.read_text().splitlines() if log.exists() else []
-# records are lost when a run goes on
-+ lines = []
-- .nanmean(dim=1)
-# a group without rewards counts as 0 in means
-+ .nan_to_num(0.0).mean(dim=1)
+# a process that is killed while it saves leaves half a checkpoint
++ torch.save(saved, (out / "checkpoint.pt").open("wb"))
+- signal.signal(signal.SIGINT, signal.SIG_DFL)
+# a second Ctrl-C is only noted, too
++ pass
+- sys.exit(128 + stopped[0] if stopped else 0)
+# the exit status hides a signal
++ sys.exit(0)
+
+## refused_by_name, two_processes, groups_without, record_fields, bar
+- "model", "reward", "seed")
+# another seed resumes a run
++ "model", "reward")
+- others = changes(out, settings, SAME)
+# another model resumes a run
++ others = changes(out, settings, SAME[:4])
+- others = changes(config.history, settings, SAME[:4])
+# memory is taken from a run with another objective
++ others = ""
+- out.mkdir(parents=True, exist_ok=not is_new)
+# two processes share a new folder
++ out.mkdir(parents=True, exist_ok=True)
+- .view(len(step.w_q), -1).nanmean(dim=1)
+# missing rewards count as 0 in means
++ .view(len(step.w_q), -1).nan_to_num(0.0).mean(dim=1)
+- equal = (~step.A.any(dim=1)).double().masked_fill(few, math.nan)
+# missing rewards count in zero_variance_fraction
++ equal = (~step.A.any(dim=1)).double()
+- bar.update(min(done, goal) - bar.n)
+# the bar does not move
++ pass
+
+## counted, columns, json, can_grade, evaluates, shape_of, too_few, reasoning
+- "repeated": tuple(ids) in examples or ids in evaluated
+# evaluated prompts are trained
++ "repeated": tuple(ids) in examples
+- cannot grade": not can_grade(answer)
+# prompts whose answers cannot be graded are trained
++ cannot grade": False
+- is_usable = answered or (
+# a column that is named and absent is not noticed
++ is_usable = examples or (
+- {number + error.lineno}
+# a broken line is told by another number
++ {error.lineno}
+- [name] if name in row else name.split(".")
+# a column with a dot in its name is not found
++ name.split(".")
+- random.Random(0).shuffle(examples)
+# other prompts are held out with another seed
++ random.Random(config.seed).shuffle(examples)
+- copy.deepcopy(examples[i // G] | {"completion_ids": ids})
+# a reward changes the data
++ examples[i // G] | {"completion_ids": ids}
+- require(len(rewards) == i + 1,
+# too few rewards are noticed by torch only
++ require(True,
+- return "" if "<think>" in text else text.strip()
+# unfinished reasoning is graded
++ return text.strip()
 
 === extras/proportional.py
-## line_of_completions, noise_of, that_rate, worth_little, all_equal
+## line_of_completions, noise_of, bin, pi_rises, missing, expect_little, all_rewards
 - (1 - rate * (1 - height))
 # a line without its floor 1 - r
 + (height)
@@ -246,19 +354,36 @@ CHANGES = r"""
 - memory, bins = self.memory, self.bin_of_prompts()
 # bins by the rewards that they learn from
 + memory, bins = self.memory, self.bin_of_prompts()
-+         bins[prompts] = (rewards.mean(dim=1) * 16).long()  #
-- if bins[q] >= 0:
++         bins[prompts] = (rewards.mean(dim=1) * 16).nan_to_num(0.0).long()  #
+- if bins[q] >= 0 and len(group) > 1:
 # first visits teach a bin
-+ if True:
-- memory["squares"][bins[q]] += A.square().mean()
++ if len(group) > 1:
+# a group with one reward teaches that there is nothing to learn
++ if bins[q] >= 0:
+- memory["squares"][bins[q]] += A[graded].square().mean()
 # bins learned with weights
-+ memory["squares"][bins[q]] += A.square().mean() / self.prompt_probabilities()[q]
++ memory["squares"][bins[q]] += A[graded].square().mean() / self.prompt_probabilities()[q]
+# missing rewards count as A = 0 in squares
++ memory["squares"][bins[q]] += A.square().mean()
 - guess = guess * self.range_of_rewards()[1] ** 2 / 4
 # the guess is not in units of the rewards, which A^2 has
 + guess = guess / 4
 - ((total - lowest * count) / width)
 # rewards taken for successes
 + total
+
+=== extras/rivals.py
+## cppo, greso, biased_rules
+- return kept * G / k * dppo.has_gradient(advantages, self.config.beta)
+# CPPO's mean leaves out kept completions with A = 0
++ kept = kept * dppo.has_gradient(advantages, self.config.beta)
++         return kept * kept.numel() / kept.sum().clamp(min=1)
+- goes_on = (streak * kind > 0) | mean.isnan()
+# a group without rewards ends a streak
++ goes_on = streak * kind > 0
+- graded = kind[~mean.isnan()]
+# groups without rewards count in GRESO's shares
++ graded = kind
 """
 
 
@@ -303,8 +428,14 @@ class Watcher:
         self.failure = self.failure or f"{call.excinfo.typename}: {node.name}"
 
 
+def too_long(number, frame):
+    raise TimeoutError("a change made a loop endless")
+
+
 def first_failure(change):
     """Error and name of the first test that fails with a change, "" if none does."""
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(240)
     watcher = Watcher(change.words)
     file = Path(change.file)
     source = (ROOT / file).read_text().replace(change.old, "\n".join(change.new))

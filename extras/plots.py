@@ -1,5 +1,12 @@
 """The pictures of the notebook and of README.
 
+The curve of your own run, which needs none of this file:
+
+    import pandas
+    log = pandas.read_json("runs/mine/metrics.jsonl", lines=True)
+    log["hours"] = log.seconds.fillna(0).cumsum() / 3600
+    log.dropna(subset="accuracy").plot("hours", "accuracy").figure.savefig("accuracy.png")
+
 Each function draws one picture from numbers that it is given. Colours are those of Okabe and Ito,
 which colour-blind readers tell apart, and labels are as large as a notebook's text.
 """
@@ -10,9 +17,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
+# One colour for a method, wherever it is drawn. (On a dark page, grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
-COLOURS |= {"Uniform": "#56B4E9", "Unweighted": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
-COLOURS |= {"GRESO": "#56B4E9"}
+COLOURS |= {"with memory": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
+COLOURS |= {"GRESO": "#56B4E9", "Uniform": "#56B4E9", "Unweighted": "#8C510A"}
 
 
 def style():
@@ -52,7 +60,8 @@ def draw_step(fig, pi, states, told=""):
         above.text(q + 0.6, pi[q] + 0.08, text, ha="center", fontsize="small", rotation=90)
     above.set(ylabel="π", yticks=[0, 1], ylim=(0, 1.15))
     above.set_title(f"{told}{len(pi)} candidate prompts, {int(kept.sum())} rolled out")
-    below.pcolormesh(states, cmap=ListedColormap([*STATES.values()]), vmin=0, vmax=2, ec="white")
+    page = plt.rcParams["figure.facecolor"]
+    below.pcolormesh(states, cmap=ListedColormap([*STATES.values()]), vmin=0, vmax=2, ec=page)
     trained = int((states == 2).sum())
     below.set_title(f"their {states[:, kept].numel()} completions, {trained} trained")
     below.set(xticks=[], yticks=[], xlim=(0, len(pi)), ylim=(len(states), 0), frame_on=False)
@@ -179,3 +188,118 @@ def draw_results(analysis):
     ax.axhline(0, color="0.7", linewidth=1, zorder=0)
     ax.set(xlabel="times as fast as grpo", ylabel="accuracy minus grpo's", xlim=(0, 14))
     ax.set_title("15 epochs on digits, eight seeds, 95% intervals")
+
+
+# ==== The notebook's pictures ====
+def label_ends(ax, ends, gap):
+    """Writes names beside the right ends of lines, at least a gap apart: {name: (x, y, colour)}."""
+    lowest = -1e9
+    for name, (x, y, colour) in sorted(ends.items(), key=lambda end: end[1][1]):
+        lowest = max(y, lowest + gap)
+        offset = {"xytext": (x, lowest), "textcoords": "data", "va": "center"}
+        ax.annotate(f"  {name}", (x, y), color=colour, annotation_clip=False, **offset)
+
+
+def draw_training(curves):
+    """Accuracy against completions generated: {name: [(completions, accuracy)]}."""
+    fig, ax = plt.subplots()
+    ends = {}
+    for name, curve in curves.items():
+        x, y = zip(*curve)
+        ax.plot(x, y, "o-", color=COLOURS[name], markersize=4, linewidth=2)
+        ends[name] = (x[-1], y[-1], COLOURS[name])
+    label_ends(ax, ends, 0.03)
+    ax.set(xlabel="completions generated", ylabel="accuracy, held-out prompts")
+
+
+def draw_cloud(clouds):
+    """Steps on one batch as dots, and their mean as a large one: {name: (x, y, colour)}, (n,) x, y.
+    The first one's dots set the limits."""
+    fig, ax = plt.subplots(figsize=(8.4, 4.8))
+    x, y, _ = next(iter(clouds.values()))
+    low = torch.stack([x, y]).quantile(0.01, dim=1)
+    high = torch.stack([x, y]).quantile(0.99, dim=1)
+    for name, (x, y, colour) in clouds.items():
+        mean = torch.stack([x.mean(), y.mean()])
+        low, high = low.minimum(mean), high.maximum(mean)
+        ax.plot(x, y, ".", color=colour, markersize=3, alpha=0.35, zorder=1)
+        ax.plot(*mean, "o", color=colour, markersize=13, mec="white", zorder=2, label=name)
+    ax.plot(1, 0, "*", color="black", markersize=11, mec="white", zorder=3, label="full gradient")
+    pad = 0.06 * (high - low)
+    (left, bottom), (right, top) = (low - pad).tolist(), (high + pad).tolist()
+    ax.set(xlim=(left, right), ylim=(bottom, top))
+    ax.set(xlabel="along the full gradient", ylabel="in the direction of Literal's bias")
+    fig.legend(loc="outside upper center", ncols=len(clouds) + 1)
+
+
+def draw_guessing(runs):
+    """The share of guesses, a line for each run: {name: ((steps,) x, (runs, steps) y, colour)}."""
+    fig, ax = plt.subplots()
+    ends = {}
+    for name, (x, y, colour) in runs.items():
+        ax.plot(x, y.T, color=colour, linewidth=0.8, alpha=0.6)
+        ends[name] = (x[-1].item(), y[:, -1].mean().item(), colour)
+    label_ends(ax, ends, 0.09)
+    ax.set(xlabel="step", ylabel="share of guesses", ylim=(-0.03, 1.03))
+
+
+def draw_packing(lengths, kinds, longest):
+    """Sequences in slots, as pieces of two greys: {index: length}, {title: slots}. Then, what each
+    token of the last kind's first slot may attend to: what came before it in its sequence."""
+    greys = ("0.35", "0.7")
+    fig, axes = plt.subplots(1, len(kinds) + 1, figsize=(8.4, 3.4))
+    for ax, (title, slots) in zip(axes, kinds.items()):
+        for row, slot in enumerate(slots):
+            left = 0
+            for place, i in enumerate(slot):
+                style = {"color": greys[place % 2], "height": 1, "ec": "white", "lw": 0.5}
+                ax.barh(row, lengths[i], left=left, **style)
+                left += lengths[i]
+        ax.set(xlabel="tokens", xlim=(0, longest), yticks=[])
+        ax.set(ylim=(len(next(iter(kinds.values()))) - 0.4, -0.6))
+        ax.set_title(title, fontsize="medium")
+    axes[0].set(ylabel="slots")
+    blocks = []
+    for place, i in enumerate(slots[0]):
+        blocks.append(torch.ones(lengths[i], lengths[i]).tril() * (1 + place % 2))
+    mask = torch.block_diag(*blocks)
+    axes[-1].imshow(mask, cmap=ListedColormap(["white", *greys]), vmin=0, vmax=2)
+    axes[-1].set(xlabel="attends to", ylabel="token", xticks=[], yticks=[])
+    axes[-1].set_title("mask of the first slot", fontsize="medium")
+
+
+def draw_means(curves, xlabel, end):
+    """Mean accuracies with their bands: {name: (x, mean, low, high, colour)}, until x = end. The
+    name of a line that stops before is above its end, and of another beside it."""
+    fig, ax = plt.subplots(figsize=(8.4, 4.8))
+    stopping, beside = [], {}
+    for name, (x, mean, low, high, colour) in curves.items():
+        shown = x <= end
+        x, mean = x[shown], mean[shown]
+        ax.fill_between(x, low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
+        ax.plot(x, mean, color=colour, linewidth=2)
+        if x[-1] < 0.9 * end:
+            stopping.append((x[-1].item(), mean[-1].item(), name, colour))
+        else:
+            beside[name] = (x[-1].item(), mean[-1].item(), colour)
+    highest = max(mean.max().item() for _, mean, *_ in curves.values())
+    lowest = min(mean.min().item() for _, mean, *_ in curves.values())
+    line = 0.08 * (highest - lowest)
+    label_ends(ax, beside, line)
+    for place, (x, y, name, colour) in enumerate(sorted(stopping, reverse=True)):
+        above = highest + (place + 1) * line
+        ax.plot([x, x], [y, above], color=colour, linewidth=0.8)
+        ax.text(x, above, f" {name}", color=colour, va="center")
+    ax.set(xlabel=xlabel, ylabel="accuracy, held-out prompts", xlim=(0, end))
+    ax.set(ylim=(lowest - 0.5 * line, highest + (len(stopping) + 1) * line))
+
+
+def draw_ratios(rows, xlabel):
+    """A line for each interval of a ratio: {name: (ratio, low, high, colour)}."""
+    fig, ax = plt.subplots(figsize=(8.4, 0.8 + 0.4 * len(rows)))
+    for place, (ratio, low, high, colour) in enumerate(rows.values()):
+        ax.plot([low, high], [place, place], color=colour, linewidth=2)
+        ax.plot(ratio, place, "o", color=colour, markersize=8)
+    ax.axvline(1, color="0.7", linewidth=1, zorder=0)
+    ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
+    ax.set(xlabel=xlabel, xlim=(0, None))

@@ -1,155 +1,196 @@
-"""Tests of what extras/experiments.py computes a verdict from: python -m pytest -q .ci"""
+"""Tests of what extras/experiments.py measures, saves and prints."""
 
 import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
-from extras import experiments
-from test_dppo import seldom_teaches, tiny_task
-
-ROOT = Path(dppo.__file__).parent
-
-
-def run_of(values, every=1, seconds=0.5, **of_steps):
-    """A run with these accuracies after 0, 1, 2, ... times `every` steps of these measures."""
-    curve = [[every * i, every * i * seconds, value] for i, value in enumerate(values)]
-    measures = dict.fromkeys((*experiments.SUMS, *experiments.OF_STEPS), 1.0)
-    measures |= {"noise_of_one": 32.0, "clipped": 0} | of_steps
-    steps = curve[-1][0]
-    run = {name: [value] * steps for name, value in measures.items()}
-    sums = {name: value * steps for name, value in measures.items()}
-    return run | {"curve": curve, "sums": sums | {"steps": steps}}
+from extras import experiments, guess_or_pass, packing_time
+from extras.comparison import arms, cells, expected, results, runs, statistics, tables
+from extras.testing import SEQUENCES, seldom_teaches, tiny_task
 
 
-# ==== Statistics ====
-def test_means_begin_after_the_start_or_with_the_fifth_from_the_end_and_runs_are_paired_by_seed():
-    run = run_of([9, 0.5, 0.7, 0.1, 0.1, 0.1, 0.6])
-    assert experiments.accuracy(run, 1) == pytest.approx(0.35)
-    assert experiments.accuracy(run, -5) == pytest.approx(0.32)
-    runs = {"dppo": {"1": "a1", "2": "a2", "3": "a3"}, "grpo-skip": {"2": "b2", "1": "b1"}}
-    assert experiments.pairs(runs, "dppo") == [("a1", "b1"), ("a2", "b2")]
+def run_of(accuracies, seconds=1.0, **totals):
+    """A run that is evaluated every 10 steps, which take so many seconds and 80 completions."""
+    curve = []
+    for i, accuracy in enumerate(accuracies):
+        curve.append([10 * i, i * seconds, i * seconds / 2, 80 * i, accuracy])
+    return {"curve": curve, "totals": {"steps": 10 * len(accuracies)} | totals}
 
 
-def test_intervals_are_of_student_s_t_and_those_of_ratios_by_logarithms():
-    assert experiments.interval([0.1, 0.3]) == [0.2, -1.0706, 1.4706]  # 12.706 * 0.1414/sqrt(2)
-    assert experiments.interval([0.1, 0.3] * 4) == [0.2, 0.11061, 0.28939]  # 2.365 * 0.1069/sqrt(8)
-    assert experiments.ratios([0.5, 2.0, 0.5, 2.0]) == [1.0, 0.28, 3.573]  # 3.182 * 0.8/sqrt(4)
+def seeds_of(*several):
+    return {str(seed): run for seed, run in enumerate(several)}
+
+
+# ==== Statistics: paired seeds ====
+def test_intervals_are_student_s_t_and_those_of_ratios_are_taken_by_logarithms():
+    low, high = 0.2 - 12.706 * 0.1, 0.2 + 12.706 * 0.1  # the deviation 0.1414, over sqrt(2)
+    assert statistics.interval([0.1, 0.3]) == pytest.approx([0.2, low, high])
+    half = 2.365 * 0.1069 / math.sqrt(8)
+    expected_interval = pytest.approx([0.2, 0.2 - half, 0.2 + half], abs=1e-4)
+    assert statistics.interval([0.1, 0.3] * 4) == expected_interval
+    ratios = statistics.interval_of_ratios([0.5, 2.0, 0.5, 2.0])
+    assert ratios == pytest.approx([1.0, 0.28, 3.573], abs=1e-3)  # 3.182 * 0.8004/sqrt(4)
+
+
+def test_runs_are_paired_by_their_seeds():
+    runs_of_arm = {"10": "a10", "9": "a9"}
+    controls = {"9": "b9", "10": "b10"}
+    assert statistics.paired(str.upper, runs_of_arm, controls) == [("A9", "B9"), ("A10", "B10")]
 
 
 def test_a_verdict_needs_the_whole_interval_on_one_side_of_the_bound():
-    intervals = [[0.2, 0.11, 0.3], [0.2, 0.1, 0.3], [0.0, -0.1, 0.1], [0.0, -0.1, 0.09]]
-    verdicts = [experiments.verdict(interval, 0.1, "above", "below") for interval in intervals]
-    assert verdicts == ["above", "undecided", "undecided", "below"]
+    intervals = [[0.0, -0.019, 0.1], [0.0, -0.02, 0.1], [-0.03, -0.1, -0.02], [-0.03, -0.1, -0.021]]
+    verdicts = [statistics.is_as_good(interval) for interval in intervals]
+    assert verdicts == ["as good", "undecided", "undecided", "worse"]
 
 
-# ==== Epochs ====
-def test_a_run_is_evaluated_at_the_first_step_after_each_epoch(monkeypatch):
-    def make_step(task, rule, optimizer, before):
-        return {"candidates_so_far": before["candidates_so_far"] + 4}
-
-    monkeypatch.setattr(dppo, "evaluate", mock.Mock(return_value={"accuracy": 0.5}))
-    task, rule = SimpleNamespace(train=[None] * 10), SimpleNamespace(config=None)
-    records = [{"candidates_so_far": 7}]  # of a history
-    for _ in range(8):  # after 4, 8, 12, 16, 20, 24, 28 and 32 prompts
-        step = experiments.step_by_epochs(make_step, 7, task, rule, None, records[-1])
-        records.append(step)
-    assert [i for i, record in enumerate(records) if "accuracy" in record] == [3, 5, 8]
-    assert records[3]["accuracy"] == 0.5
+def test_accuracy_is_the_mean_of_the_last_five_evaluations_or_of_all_after_the_first():
+    run = run_of([9, 0.5, 0.7, 0.1, 0.1, 0.1, 0.6])
+    assert statistics.accuracy_at_the_end(run) == pytest.approx(0.32)
+    assert statistics.accuracy_of_all(run) == pytest.approx(0.35)
 
 
+def test_a_measure_counts_up_to_the_first_evaluation_that_reaches_the_level():
+    run = run_of([0.1, 0.2, 0.4, 0.3, 0.5])
+    for level, generated in ((0.2, 80), (0.3, 160), (0.4, 160), (0.5, 320), (0.6, 320)):
+        assert statistics.until(level, 3)(run) == generated
+
+
+# ==== Statistics: time to an accuracy ====
 def test_accuracy_between_two_evaluations_is_on_a_straight_line_and_then_stays():
-    curve = [[0, 0.0, 0.4], [10, 2.0, 0.6], [20, 6.0, 0.8]]
+    curve = [[0, 0.0, 0, 0, 0.4], [10, 2.0, 0, 0, 0.6], [20, 6.0, 0, 0, 0.8]]
     for seconds, value in ((0, 0.4), (1, 0.5), (2, 0.6), (3, 0.65), (6, 0.8), (9, 0.8)):
-        assert experiments.accuracy_after(seconds, curve) == pytest.approx(value)
-    run = {"curve": [[i, seconds, 0.0] for i, seconds in enumerate((0, 0.5, 1, 2, 3, 4, 9))]}
-    value = experiments.in_the_same_time(run, {"curve": curve})  # not at 0 and 0.5 seconds
-    assert value == pytest.approx((0.5 + 0.6 + 0.65 + 0.7 + 0.8) / 5)
+        assert statistics.curve_at(curve, seconds) == pytest.approx(value)
 
 
-def epochs_of(better):
-    """Runs of eight seeds: grpo has a level of accuracy, dppo is better by so much plus or minus
-    0.001 in a quarter of the time, and grpo-skip begins at the level and rises by 0.01 a second."""
-    runs = {"grpo": {}, "grpo-skip": {}, "dppo": {}}
-    for seed in range(8):
-        level = 0.1 * seed
-        sign = (-1) ** seed
-        grpo = run_of([0.9, 0.9] + [level] * 5, processor_seconds=10 * math.exp(0.01 * sign))
-        skip = run_of([level + 0.01 * i for i in range(11)], seconds=1.0, processor_seconds=3.0)
-        ours = run_of([0.9, 0.9] + [level + better + 0.001 * sign] * 5, processor_seconds=2.5)
-        for point, seconds in zip(ours["curve"], (0, 1, 2, 4, 6, 8, 20)):
-            point[1] = seconds  # grpo-skip has level + 0.02, 0.04, 0.06, 0.08 and 0.1
-        ours |= {"packing_density": 0.9 + 0.01 * sign}
-        for arm, run in {"grpo": grpo, "grpo-skip": skip, "dppo": ours}.items():
-            runs[arm][str(seed)] = {"packing_density": None} | run
-    return runs
+def test_the_mean_curve_is_the_mean_at_equal_seconds():
+    of_arm = seeds_of(run_of([0.0, 0.4], seconds=2.0), run_of([0.0, 0.2], seconds=4.0))
+    [start, middle, end] = statistics.mean_curve(of_arm)
+    assert start == (0.0, 0.0)
+    assert middle == pytest.approx((2.0, (0.4 + 0.1) / 2))
+    assert end == pytest.approx((4.0, (0.4 + 0.2) / 2))  # the first has ended, and stays
 
 
-# The half of the interval of better + 0.001 or better - 0.001: 2.365 * 0.001/sqrt(7) = 0.00089.
-AS_GOOD = [(-0.019, "as good"), (-0.0195, "undecided"), (-0.0205, "undecided"), (-0.021, "worse")]
+def test_the_time_to_a_level_is_when_the_mean_curve_first_reaches_it():
+    of_arm = seeds_of(run_of([0.0, 0.4, 0.0, 0.8]), run_of([0.0, 0.2, 0.0, 0.4]))
+    for level, seconds in (
+        (0.0, 0),
+        (0.15, 0.5),
+        (0.3, 1),
+        (0.45, 2.75),
+        (0.6, 3),
+        (0.7, math.inf),
+    ):
+        assert statistics.time_to(of_arm, level) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("better, told", AS_GOOD)
-def test_after_equal_epochs_an_arm_is_as_good_as_grpo_if_the_interval_is_above_the_margin(
-    better, told
-):
-    result = experiments.analysis_of_epochs(epochs_of(better))
-    interval = [better, better - 0.00089, better + 0.00089]
-    assert result["dppo"]["minus grpo"] == pytest.approx(interval, abs=1e-6)
-    assert result["dppo"]["against grpo"] == told
-    assert "minus grpo" not in result["grpo"]
+def test_a_ratio_of_times_has_the_same_seeds_for_both_arms_in_each_sample():
+    rises = (0.1, 0.2, 0.3, 0.05)
+    of_arm = seeds_of(*(run_of([0, rise, 2 * rise, 3 * rise], 0.5) for rise in rises))
+    control = seeds_of(*(run_of([0, rise, 2 * rise, 3 * rise], 2.0) for rise in rises))
+    # Each sample of the control reaches the level four times as late, so the ratio has no spread.
+    assert statistics.time_ratio(of_arm, control, 0.1) == pytest.approx([0.25] * 3)
 
 
-SAME_TIME = [(0.062, "better"), (0.0605, "undecided"), (0.0595, "undecided"), (0.058, "worse")]
+def test_the_bounds_of_a_ratio_are_quantiles_over_samples_of_the_seeds():
+    # The mean curves of samples (0, 0), (0, 1) or (1, 0), and (1, 1) reach 0.5 after 0.5, 2/3 and
+    # 1 seconds, those of the control after 1 second.
+    of_arm = seeds_of(run_of([0, 1.0, 1.0]), run_of([0, 0.5, 0.5]))
+    control = seeds_of(run_of([0, 0.5]), run_of([0, 0.5]))
+    assert statistics.time_ratio(of_arm, control, 0.5) == pytest.approx([2 / 3, 0.5, 1.0])
+    never = seeds_of(run_of([0, 0.9]), run_of([0, 0.05]))  # together they miss it
+    assert statistics.time_ratio(never, control, 0.5) == [math.inf, pytest.approx(5 / 9), math.inf]
+    assert statistics.time_ratio(control, never, 0.5)[0] == 0.0
 
 
-@pytest.mark.parametrize("better, told", SAME_TIME)
-def test_in_the_same_time_an_arm_is_compared_with_grpo_skip_of_the_same_seed(better, told):
-    result = experiments.analysis_of_epochs(epochs_of(better))
-    assert result["dppo"]["grpo-skip in the same time"] == pytest.approx(0.35 + 0.06)
-    interval = [better - 0.06, better - 0.06089, better - 0.05911]
-    assert result["dppo"]["minus grpo-skip in the same time"] == pytest.approx(interval, abs=1e-6)
-    assert result["dppo"]["in the same time"] == told
-    # grpo ends after 3 seconds, its last five evaluations are after 1, 1.5, 2, 2.5 and 3.
-    assert result["grpo"]["minus grpo-skip in the same time"] == [-0.02] * 3
-    assert "in the same time" not in result["grpo-skip"]
+def test_bootstrap_samples_are_as_large_as_there_are_seeds():
+    shares = statistics.bootstrap_shares(4, 10_000)
+    assert shares.sum(dim=1).equal(torch.ones(10_000).double())
+    assert ((shares * 4) % 1 == 0).all()
+    assert shares.mean(dim=0).allclose(torch.full((4,), 0.25).double(), atol=0.01)
 
 
-def test_of_epochs_are_told_sums_and_the_speed_up():
-    result = experiments.analysis_of_epochs(epochs_of(0.01))
-    told = result["dppo"]
-    assert (told["steps"], told["generated"], told["trained"]) == (6, 48, 6)
-    assert told["processor seconds"] == 15 and told["accuracy"] == pytest.approx(0.36)
-    assert told["density of packing"] == 0.9 and "density of packing" not in result["grpo"]
-    interval = [4 * math.exp(shift) for shift in (0, -0.0089, 0.0089)]  # 2.365 * 0.01/sqrt(7)
-    assert told["speed-up over grpo"] == pytest.approx(interval, abs=6e-4)
-    assert told["speed-up over grpo-skip"] == [2.0] * 3  # 10 steps of 3 seconds, 6 of 2.5
+# ==== Arms, as PLAN.md has them ====
+@pytest.mark.parametrize("name", arms.ARMS)
+def test_every_arm_has_settings_that_make_a_run(name):
+    for settings in arms.ARMS[name].values():
+        config = dppo.configure(**arms.SETTINGS[name] | settings)
+        assert config.rule_class(config, 4).memory
 
 
-def test_greso_trains_with_its_own_step_and_a_step_tells_its_seconds_and_noise(tmp_path):
-    task = tiny_task(seldom_teaches, prompts=64)
-    settings = {"group_size": 4, "max_completion_tokens": 8, "prompts_per_step": 4, "steps": 2}
-    for method, trained in (("extras.rivals:GRESO", [16, 16]), ("grpo", [16, 16])):
-        folder = tmp_path / method
-        records = experiments.train(folder, task, method=method, **settings)[1:]
-        assert [record["completions_trained"] for record in records] == trained
-        assert all(record["processor_seconds"] > 0 for record in records)
-        rolled = [record["prompts_rolled"] for record in records]
-        assert (min(rolled) > 4) == (method == "extras.rivals:GRESO")
-    assert records[1]["noise"] > 0
-    for record in records:  # of grpo, which has that of four unpruned prompts
-        assert record["noise_of_one"] == pytest.approx(4 * record["noise"])
+def test_time_and_sums_have_the_seeds_and_arms_of_the_plan():
+    assert [*arms.SEEDS["time"]] == [*range(8, 16)] and [*arms.SEEDS["sums"]] == [*range(8)]
+    assert len(arms.ARMS["time"]) == 14 and len(arms.ARMS["sums"]) == 7
+    for name, expectations in expected.EXPECTED.items():
+        for expectation in expectations:
+            assert {expectation.arm, expectation.control} <= arms.ARMS[name].keys()
+
+
+def test_seeds_are_the_outer_loop_and_a_run_comes_after_the_run_whose_memory_it_starts_with():
+    order = arms.runs_in_order("time")
+    assert order[0] == (7, "our rule (0.95, 0), 20 prompts")
+    assert order[1:15] == [(8, arm) for arm in arms.ARMS["time"]] and len(order) == 1 + 14 * 8
+    for name in arms.ARMS:
+        order = arms.runs_in_order(name)
+        for place, run in enumerate(order):
+            source = arms.memory_of(name, *run)
+            assert source is None or source in order[:place]
+    assert arms.memory_of("digits", 7, "our rule (0.9, 0), with memory") == (0, "our rule (0.9, 0)")
+
+
+# ==== Runs ====
+SMALL = {"group_size": 4, "max_completion_tokens": 8, "prompts_per_step": 4, "eval_every": 0}
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Runs of a tiny task in tmp_path: 16 prompts, of which half teach."""
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    monkeypatch.setattr(runs, "task_of", lambda name, config: tiny_task(seldom_teaches))
+    monkeypatch.setitem(arms.SETTINGS, "time", SMALL | {"epochs": 3.0, "save_every": 0})
+    return tmp_path
+
+
+@pytest.mark.parametrize("arm", ["grpo", "dppo (0.7, 0.7)", "GRESO"])
+def test_a_run_is_evaluated_at_the_first_step_after_each_epoch(arm, small, monkeypatch):
+    monkeypatch.setitem(arms.ARMS, "time", {arm: arms.TIME[arm] | {"prompts_per_step": 3}})
+    run = runs.make_run("time", 8, arm)
+    totals, curve = run["totals"], run["curve"]
+    records = (small / "time" / f"{arm}-8.run" / "metrics.jsonl").read_text().splitlines()
+    seen, due = 0, [0]
+    for record in map(json.loads, records[1:]):
+        if (seen + record["prompts_seen"]) // 16 > seen // 16:
+            due.append(record["step"])
+        seen += record["prompts_seen"]
+    assert [point[0] for point in curve] == due and totals["prompts_seen"] == seen >= 48
+    assert curve[-1][1] == pytest.approx(totals["processor_seconds"], abs=1e-3)
+    assert 0 < curve[-1][2] == pytest.approx(totals["rollout_processor_seconds"], abs=1e-3)
+    assert curve[-1][2] < curve[-1][1] and curve[-1][3] == 4 * totals["prompts_rolled"]
+    assert (totals["noise_in_prompts"] == pytest.approx(3)) == (arm == "grpo")
+
+
+def test_a_run_is_made_once_and_may_start_with_the_memory_of_another(small, monkeypatch):
+    arm = "our rule (0.9, 0)"
+    monkeypatch.setitem(arms.ARMS, "time", arms.OURS)
+    with pytest.raises(SystemExit, match='"time" 7 "our rule'):
+        runs.make_run("time", 8, arm + arms.WITH_MEMORY)
+    first = runs.make_run("time", 7, arm)
+    assert (small / "time" / f"{arm}-7.memory" / "checkpoint.pt").exists()
+    assert first["settings"]["seed"] == 7
+    second = runs.make_run("time", 8, arm + arms.WITH_MEMORY)
+    assert second["totals"]["prompts_seen"] >= 48 and len(second["curve"]) == 4
+    monkeypatch.setattr(runs, "train", pytest.fail)
+    assert runs.make_run("time", 7, arm) == first
 
 
 # ==== Guess or pass ====
 def test_a_pass_is_worth_a_fifth_a_guess_a_tenth_and_evaluations_count_them():
-    reward = experiments.guess_or_pass
+    reward = guess_or_pass.reward
     assert reward([""] * 4, ["?", " ?", "??", "12"], ["unknown"] * 4) == [0.2, 0.2, 0, 0]
     wins = sum(reward([""] * 9000, ["7"] * 9000, ["unknown"] * 9000))
     assert 750 < wins < 1050  # 900 and five standard deviations
@@ -158,194 +199,248 @@ def test_a_pass_is_worth_a_fifth_a_guess_a_tenth_and_evaluations_count_them():
     assert reward([""] * 3, ["0124", "?", "7"], ["0124", "0124", "7"]) == [1, 0, 1]
 
 
-def test_of_guesses_are_told_the_mean_and_the_lowest_and_highest_seed_at_the_end():
-    runs = {"dppo": {}}
-    for seed, (guesses, right) in enumerate(((0.1, 0.7), (0.2, 0.5), (0.6, 0.9))):
-        runs["dppo"][str(seed)] = {"curve": [[0, 0, 1, 0, 0], [9, 1, guesses, 0, right]]}
-    result = experiments.analysis_of_guesses(runs)
-    assert result["dppo"]["guesses at the end"] == [0.3, 0.1, 0.6]
-    assert result["dppo"]["right at the end"] == [0.7, 0.5, 0.9]
+# ==== Packing ====
+def test_density_is_the_share_of_tokens_that_are_real():
+    alone = dppo.Config(no_packing=True)
+    tokens = sum(8 + len(ids) for _, ids in SEQUENCES[:4])  # 28, 30, 32 and 34
+    assert packing_time.density(SEQUENCES[:4], alone) == tokens / (4 * 40)
+    assert packing_time.density(SEQUENCES[:4], dppo.Config()) == tokens / 128
 
 
-# ==== Digits ====
-@pytest.mark.parametrize("better, as_good", [(0.0, True), (-0.019, True), (-0.0198, False)])
-def test_digits_are_as_good_if_the_whole_interval_is_above_the_margin(better, as_good):
-    runs = {"grpo-skip": {}, "dppo": {}}
-    for seed in range(8):
-        level = 0.1 * seed
-        runs["grpo-skip"][str(seed)] = run_of([0, level, level], every=20)
-        level += better + 0.0005 * (-1) ** seed
-        pruned = {"prompts_rolled": 3, "completions_trained": 5, "noise": 1.5}
-        runs["dppo"][str(seed)] = run_of([0, level - 0.1, level + 0.1], every=20, **pruned)
-    result = experiments.analysis_of_digits(runs)
-    assert result["dppo"]["as good"] == as_good and "as good" not in result["grpo-skip"]
-    assert (result["grpo-skip"]["noise"], result["dppo"]["noise"]) == (1, 1.5)
-    assert result["dppo"]["rollouts"] == 40 * 3 * 8 and result["dppo"]["completions trained"] == 200
-    assert result["dppo"]["rollouts after the first epoch"] == 8 * 3 * 8  # which has 32 steps
-
-
-def test_noise_by_gradients_is_over_that_of_as_many_prompts_and_of_32_after_the_first_epoch():
-    first = {"N": 1, "B": 1, "w": [9.0], "g": [9.0], "A": [9.0]}
-    pruned = {"N": 4, "B": 2, "w": [2.0, 1.0], "g": [16.0, 4.0], "A": [1.0, 1.0]}
-    plain = {"N": 1, "B": 1, "w": [1.0], "g": [1.0], "A": [2.0]}
-    of_seed = {"5": [first] * 32 + [pruned], "6": [first] * 32 + [plain]}
-    result = experiments.analysis_of_gradients({"dppo-proportional": of_seed})
-    assert result["5"] == {
-        "1/worth by g^2": 0.944,  # 2 (4*16 + 1*4)/16 = 8.5, over (2*16 + 1*4)/4 = 9
-        "1/worth by A^2": 0.833,  # 2 (4 + 1)/16 = 0.625, over (2 + 1)/4 = 0.75
-        "noise by g^2": 15.111,  # 4.25 over 9/32
-    }
-    assert result["6"]["1/worth by g^2"] == 1 and result["6"]["noise by g^2"] == 32
-    assert result["all"]["1/worth by g^2"] == 0.95  # (8.5 + 1)/(9 + 1)
-
-
-# ==== SmolLM2 ====
-def test_a_measure_counts_up_to_the_first_evaluation_that_reaches_the_level():
-    run = run_of([0.1, 0.2, 0.4, 0.3, 0.5], every=3) | {"prompts_rolled": [*range(12)]}
-    for level, steps in ((0.2, 3), (0.3, 6), (0.4, 6), (0.5, 12), (0.6, 12)):
-        assert experiments.until(run, level, "prompts_rolled") == sum(range(steps))
-        assert experiments.until(run, level, "processor_seconds") == 0.5 * steps
-
-
-GAINS = [(0.8, "yes"), (0.895, "undecided"), (0.905, "undecided"), (0.92, "no")]
-
-
-@pytest.mark.parametrize("ratio, gain", GAINS)
-def test_a_gain_needs_the_whole_interval_of_paired_ratios_below_0_9(ratio, gain):
-    runs = {"grpo-skip": {}, "dppo-proportional": {}}
-    for seed in range(8):
-        slow = run_of([0, 0.2, 0.3, 0.4], every=6, seconds=1.0 + seed)
-        seconds = ratio * (1 + seed) * math.exp(0.01 * (-1) ** seed)
-        pruned = {"prompts_rolled": 0.5, "clipped": 0.5}
-        ours = run_of([0, 0.1, 0.3, 0.2], every=6, seconds=seconds, **pruned)
-        runs["grpo-skip"][str(seed)] = slow
-        runs["dppo-proportional"][str(seed)] = ours
-    runs["grpo-skip"]["8"] = run_of([0, 0.2, 0.2, 0.2], every=6)
-    result = experiments.analysis_of_hard(runs)
-    assert result["grpo-skip"]["reach the level"] == "8 of 9"
-    result = result["dppo-proportional"]
-    assert result["processor_seconds, a gain"] == gain and result["reach the level"] == "8 of 8"
-    assert result["clipped"] == 0.5
-    interval = [ratio * math.exp(shift) for shift in (0, -0.00894, 0.00894)]  # 2.365 * 0.01/sqrt(7)
-    assert result["processor_seconds over grpo-skip's"] == pytest.approx(interval, abs=6e-4)
-    assert result["prompts_rolled over grpo-skip's"] == [0.5] * 3
-    assert result["prompts_rolled, a gain"] == "yes"
-
-
-# ==== What is saved ====
-def test_of_a_run_are_kept_its_evaluations_sums_and_some_of_each_step():
-    records = [{"step": 0, "accuracy": 0.15, "accuracy of guesses": 0.1, "accuracy of right": 0.2}]
-    for step, (grad_norm, density) in enumerate(((0.5, 0.75), (6.5, None), (1.5, 0.5)), 1):
-        record = dict.fromkeys((*experiments.SUMS, *experiments.OF_STEPS), 1 / 3)
-        record |= {"processor_seconds": 1.5, "prompts_rolled": step}
-        record |= {"step": step, "grad_norm": grad_norm, "packing_density": density}
-        records.append(record)
-    means = {"accuracy": 0.4, "accuracy of guesses": 0.3, "accuracy of right": 0.55}
-    records[2] |= means | {"evaluation": []}
-    run = experiments.kept(records, {"max_grad_norm": 6.0}, ("prompts_rolled", "noise"))
-    assert run["curve"] == [[0, 0, 0.1, 0.2], [2, 3, 0.3, 0.55]]
-    assert run["prompts_rolled"] == [1, 2, 3] and run["noise"] == [0.3333] * 3
-    assert (run["sums"]["steps"], run["sums"]["prompts_rolled"], run["sums"]["clipped"]) == (
-        3,
-        6,
-        1,
-    )
-    assert run["sums"]["processor_seconds"] == 4.5 and run["packing_density"] == 0.625
-    assert experiments.kept(records, {})["sums"]["clipped"] == 2  # at 1 without a setting
-    del records[1]["packing_density"], records[3]["packing_density"]
-    assert experiments.kept(records, {})["packing_density"] is None
-
-
-def test_runs_are_gathered_and_analysed_if_every_arm_has_two_seeds(monkeypatch, tmp_path):
-    for name, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path / "runs"}.items():
-        monkeypatch.setattr(experiments, name, value)
-    monkeypatch.setattr(experiments, "draw_picture", mock.Mock())
-    name = "guess or pass"
-    monkeypatch.setattr(experiments, "ANALYSES", {name: experiments.analysis_of_guesses})
-    folder = tmp_path / "runs" / name
+# ==== comparison.json ====
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """Two seeds of two arms of "sums", in a folder, and an older comparison.json."""
+    monkeypatch.setitem(arms.ARMS, "sums", {"grpo": {}, "grpo-skip": {}})
+    folder = tmp_path / "runs" / "sums"
     folder.mkdir(parents=True)
-    old = {"grpo": {"runs": {"1": 2}}, "experiments": {name: {"runs": {}, "analysis": "old"}}}
-    old["experiments"]["pilot"] = {"analysis": "made elsewhere"}
-    experiments.RESULTS.write_text(json.dumps(old))
-    for seed in (0, 1):
-        for arm in reversed(experiments.ARMS[name]):
-            experiments.gather()
-            saved = json.loads(experiments.RESULTS.read_text())
-            assert "analysis" not in saved["experiments"][name] and saved["grpo"] == old["grpo"]
-            run = {"curve": [[100, 0.0, 0.25 + 0.5 * seed, 0.0, 0.5]]}
+    for arm in ("grpo", "grpo-skip"):
+        for seed in (9, 10):
+            run = run_of([0.1, 0.123456]) | {"settings": "not saved"}
             (folder / f"{arm}-{seed}.json").write_text(json.dumps(run))
-    experiments.gather()
-    saved = json.loads(experiments.RESULTS.read_text())["experiments"]
-    assert [*saved[name]["runs"]["dppo"]] == ["0", "1"]
-    assert saved[name]["analysis"]["grpo"]["guesses at the end"] == [0.5, 0.25, 0.75]
-    assert [*saved[name]["analysis"]] == [*experiments.ARMS[name]]
-    assert saved["pilot"] == {"analysis": "made elsewhere"}
+    (tmp_path / "comparison.json").write_text('{"packing": 1}')
+    return tmp_path
 
 
-def test_a_run_is_made_once_and_printed_beside_the_saved_one(monkeypatch, tmp_path, capsys):
-    name, arm = "digits", experiments.WITH_HISTORY[0]
-    run = run_of([0.5, 0.75], every=3, prompts_rolled=4)
-    results = {"experiments": {name: {"runs": {arm: {"0": run}}}}}
-    for attribute, value in {"RESULTS": tmp_path / "results.json", "RUNS": tmp_path}.items():
-        monkeypatch.setattr(experiments, attribute, value)
-    experiments.RESULTS.write_text(json.dumps(results))
-
-    def make_run(name, arm, seed, task, folder):
-        folder.mkdir(parents=True)
-        (folder / "checkpoint.pt").write_text("memory")
-        return run
-
-    make_run = mock.Mock(side_effect=make_run)
-    monkeypatch.setattr(experiments, "make_run", make_run)
-    for seed, told in ((0, "prompts_rolled: 12; 12"), (0, "[0.75]; [0.75]"), (1, "[0.75]; -")):
-        experiments.make_runs(name, [seed], [arm], None)
-        assert told in capsys.readouterr().out
-    assert make_run.call_count == 2  # the second time, it was there
-    assert experiments.runs_of(name, results)[arm] == {"0": run, "1": run}
-    left = [path.relative_to(tmp_path / name) for path in (tmp_path / name).glob("**/*.pt")]
-    assert sorted(map(str, left)) == [f"{arm}-{seed}.memory/checkpoint.pt" for seed in (0, 1)]
+def gathered(folder):
+    told = results.gather(folder / "comparison.json", folder / "runs")
+    return told, results.load(folder / "comparison.json")
 
 
-def test_a_run_with_the_memory_of_another_waits_for_that(monkeypatch, tmp_path, capsys):
-    without, arm = experiments.WITH_HISTORY
-    monkeypatch.setattr(experiments, "RUNS", tmp_path)
-    make_run = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(experiments, "make_run", make_run)
-    experiments.make_runs("epochs", [7], [arm], None)
-    assert f"first needs: 'epochs' 0 '{without}'" in capsys.readouterr().out
-    memory = tmp_path / "epochs" / f"{without}-0.memory"
-    memory.mkdir(parents=True)
-    (memory / "checkpoint.pt").touch()
-    with pytest.raises(InterruptedError):
-        experiments.make_runs("epochs", [7], [arm], None)
-    assert make_run.call_args.kwargs == {"history": str(memory)}
+def test_runs_are_gathered_of_the_seeds_that_every_arm_has(made):
+    (made / "runs" / "sums" / "grpo-11.json").write_text("{}")
+    told, saved = gathered(made)
+    assert "sums: 2 seeds, from runs/experiments" in told and saved["packing"] == 1
+    assert [*saved["sums"]] == ["grpo", "grpo-skip"] and [*saved["sums"]["grpo"]] == ["9", "10"]
+    assert saved["sums"]["grpo"]["9"] == {
+        "curve": [[0, 0, 0, 0, 0.1], [10, 1, 0.5, 80, 0.1235]],
+        "totals": {"steps": 20},
+    }
 
 
-def test_runs_with_the_memory_of_another_are_made_at_last(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiments, "RUNS", tmp_path)
-    made = []
-
-    def make_run(name, arm, seed, task, folder, **history):
-        made.append((arm.removeprefix("dppo-proportional (0.9, 0)"), seed))
-        folder.mkdir(parents=True)
-        (folder / "checkpoint.pt").touch()
-        return run_of([0.5, 0.75])
-
-    monkeypatch.setattr(experiments, "make_run", make_run)
-    experiments.make_runs("epochs", range(8), experiments.WITH_HISTORY, None)
-    assert made == [("", seed) for seed in range(8)] + [(", with history", i) for i in range(8)]
+def test_fewer_seeds_than_are_saved_replace_nothing(made):
+    _, before = gathered(made)
+    (made / "runs" / "sums" / "grpo-9.json").unlink()
+    told, after = gathered(made)
+    assert "sums: 2 seeds, as before" in told and before == after
 
 
-def test_what_was_saved_stays_when_runs_are_gathered(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiments, "RUNS", tmp_path)
-    (tmp_path / "epochs").mkdir()
-    (tmp_path / "epochs" / "grpo-0.json").write_text('"repeated"')
-    (tmp_path / "epochs" / "grpo-9.json").write_text('"new"')
-    results = {"experiments": {"epochs": {"runs": {"grpo": {"0": "saved"}}}}}
-    assert experiments.runs_of("epochs", results)["grpo"] == {"0": "saved", "9": "new"}
+def test_an_arm_is_not_taken_for_another_whose_name_begins_alike(made, monkeypatch):
+    monkeypatch.setitem(arms.ARMS, "sums", {"grpo": {}})
+    _, saved = gathered(made)  # the folder has "grpo-skip-9.json", too
+    assert [*saved["sums"]["grpo"]] == ["9", "10"]
 
 
-MISTAKES = ["digit 0", "digits", "digits x", "digits 0,", "digits 0 CPPO", "digits 0 grpo 1"]
+def test_a_run_is_printed_beside_the_saved_one():
+    run = run_of([0.25, 0.5], prompts_rolled=30)
+    saved = run_of([0.125], prompts_rolled=40)
+    text = "\n".join(results.compared(run, saved))
+    assert "prompts_rolled: 30; saved: 40" in text
+    assert (
+        "step 0: 0.0 s, 0.0 s in rollouts, 0 completions, accuracy [0.25]; saved: [0.125]" in text
+    )
+    assert "step 10: 1.0 s, 0.5 s in rollouts, 80 completions, accuracy [0.5]; saved: -" in text
+    assert results.compared(run, None)[0] == "steps: 20; saved: -"
+
+
+def test_comparison_json_has_whole_experiments_with_the_seeds_and_arms_of_the_plan():
+    saved = results.load()
+    assert results.PATH.stat().st_size < 300_000
+    for name in arms.ARMS.keys() & saved.keys():
+        assert saved[name].keys() == arms.ARMS[name].keys()
+        for of_arm in saved[name].values():
+            assert {int(seed) for seed in of_arm} <= {*arms.SEEDS[name]} and len(of_arm) > 1
+    assert "dppo-proportional" not in results.PATH.read_text()
+
+
+def test_arms_of_two_machines_are_compared_nowhere():
+    """The first evaluation shows it, because the starting model differs between machines."""
+    saved = results.load()
+    for name in saved.keys() & {*arms.ARMS, "SmolLM2", "SmolLM2, clipped"}:
+        starts = {}
+        for of_arm in saved[name].values():
+            for seed, run in of_arm.items():
+                starts.setdefault(seed, set()).add(tuple(run["curve"][0][4:]))
+        assert all(len(of_seed) == 1 for of_seed in starts.values())
+
+
+# ==== Tables ====
+def test_cells_have_one_format():
+    assert cells.method("dppo (0.7, 0), 13 prompts") == "`dppo` (0.7, 0), 13 prompts"
+    assert cells.method("grpo-skip") == "`grpo-skip`"
+    assert cells.method("our rule (0.9, 0)") == "our rule (0.9, 0)"
+    assert cells.bracketed([0.8125, 0.5, math.inf]) == "0.81 (0.50 to never)"
+    assert cells.bracketed([-0.0123, -0.02, 0.0], cells.signed) == "−0.012 (−0.020 to +0.000)"
+    assert cells.bracketed([math.nan, 0, math.inf]) == "neither gets there"
+
+
+def test_an_expectation_is_met_if_the_estimate_is_in_its_range():
+    control = seeds_of(run_of([0, 0.5, 1]), run_of([0, 0.5, 1]))
+    of_runs = {"grpo-skip": control}
+    of_runs["grpo"] = seeds_of(run_of([0, 0.48, 1.0], 2.0), run_of([0, 0.5, 0.98], 2.0))
+    for measure, value in (("time to 0.25", 2.041), ("accuracy", -0.0133), ("steps", 1.0)):
+        expectation = expected.Expectation("grpo", measure, (value - 0.01, value + 0.01))
+        found = expected.found(of_runs, expectation)
+        assert expected.is_as_expected(expectation, found)
+        assert not expected.is_as_expected(expectation._replace(expected=(9, 10)), found)
+    verdict = expected.Expectation("grpo", "verdict", "as good")
+    assert expected.found(of_runs, verdict) == "as good"
+
+
+def test_tables_are_put_between_their_markers(monkeypatch):
+    table = ("a", lambda saved: [["x", "y"], ["1", saved["a"]]])
+    monkeypatch.setattr(tables, "TABLES", {"of a": table, "of b": ("b", None)})
+    text = "A\n<!-- table: of a -->\nold\n<!-- end -->\nB\n<!-- table: of b -->\nold\n<!-- end -->"
+    fresh = text.replace("old", "| x | y |\n| --- | --- |\n| 1 | 2 |", 1)
+    assert tables.with_tables(text, {"a": "2"}) == fresh
+    assert tables.with_tables(fresh, {"a": "2"}) == fresh
+
+
+def test_every_table_is_on_a_page_and_none_is_stale():
+    texts = [page.read_text() for page in tables.PAGES]
+    for name in tables.TABLES:
+        assert "".join(texts).count(f"<!-- table: {name} -->\n") == 1
+    fresh = [tables.with_tables(text, results.load()) for text in texts]
+    assert fresh == texts, "run `python extras/experiments.py tables`"
+
+
+def numbers(runs_of_arms):
+    """Functions that say in a sentence what was measured of an arm: a time to a level, the time of
+    the whole run, and the difference of the accuracies at the end, over or from a control's."""
+
+    def time_to(arm, level, control="grpo-skip"):
+        return f"{statistics.time_ratio(runs_of_arms[arm], runs_of_arms[control], level)[0]:.2f}"
+
+    def whole_run(arm, control="grpo-skip"):
+        seconds = statistics.total("processor_seconds")
+        return statistics.ratios(seconds, runs_of_arms[arm], runs_of_arms[control])[0]
+
+    def end(arm, control="grpo-skip"):
+        pair = runs_of_arms[arm], runs_of_arms[control]
+        difference = statistics.differences(statistics.accuracy_at_the_end, *pair)
+        return cells.signed(difference[0])
+
+    def without_variance(arm="grpo-skip"):
+        share = statistics.total("zero_variance_of_first_steps")
+        return f"{statistics.mean_of(share, runs_of_arms[arm]):.0%}"
+
+    return time_to, whole_run, end, without_variance
+
+
+DPPO, OURS = expected.DPPO, expected.OURS
+
+
+def sentences_about_time(saved):
+    time_to, whole_run, end, without_variance = numbers(saved["time"])
+    yield f"takes {time_to('grpo-skip', 0.84, 'grpo')} of GRPO's time to an accuracy of 0.84"
+    yield f"takes {time_to(OURS, 0.84)} of `grpo-skip`'s time to 0.84, and {whole_run(OURS):.2f} of"
+    yield f"its accuracy at the end differs by {end(OURS)}."
+    yield f"takes {time_to(DPPO, 0.8)} of the time to 0.80, and differs by {end(DPPO)} at the end"
+    yield f"of `grpo-skip` it was {without_variance()} on digits"
+    yield f"weights 1 differs from `dppo` by {end(DPPO + ', all weights 1', DPPO)} at the end"
+    yield f"`Literal` ends {end('Literal (0.7, 0.7)', DPPO)} from `dppo`"
+    papers = [
+        (DPPO, "abstract | | 2.37 times as fast, accuracy +3.36"),
+        ("CPPO, 128 prompts", "`rivals.CPPO` | 1.35 times, +5.22"),
+        ("GRESO", "`rivals.GRESO` | 2.31 times, +1.70"),
+    ]
+    for arm, figures in papers:
+        yield f"{figures} | {1 / whole_run(arm, 'grpo'):.1f} times, {end(arm, 'grpo')} |"
+    skip, rest = whole_run("grpo-skip", "grpo"), whole_run(DPPO)
+    yield f"Our {1 / (skip * rest):.1f} times is {1 / skip:.1f}, which skipping gives"
+    yield f"times {1 / rest:.1f}"
+
+
+def sentences_about_sums(saved):
+    time_to, _, end, without_variance = numbers(saved["sums"])
+    arm = "dppo (0, 0.7)"
+    yield f"takes {time_to(arm, 0.7)} of `grpo-skip`'s time to 0.70 and differs by {end(arm)}"
+    yield f"on digits and {without_variance()} on sums"
+
+
+def sentences_about_digits(saved):
+    pair = saved["digits"]["grpo"], saved["digits"]["grpo-skip"]
+    difference = statistics.differences(statistics.accuracy_of_all, *pair)[0]
+    yield f"Chance alone makes a difference of {abs(difference):.3f} here"
+
+
+def sentences_about_packing(saved):
+    ratios = []
+    for told in saved["packing"].values():
+        pairs = told["seconds packed, alone"]
+        ratios.append(statistics.interval_of_ratios([a / b for a, b in pairs])[0])
+    yield f"| {min(ratios):.2f} to {max(ratios):.2f} of padding's time |"
+
+
+SENTENCES = {"time": sentences_about_time, "sums": sentences_about_sums}
+SENTENCES |= {"digits": sentences_about_digits, "packing": sentences_about_packing}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_numbers_in_sentences_are_those_of_the_data(name):
+    saved = results.load()
+    text = " ".join(tables.PAGES[0].read_text().split())
+    for sentence in SENTENCES[name](saved) if name in saved else ():
+        assert sentence in text
+
+
+# ==== The picture ====
+def test_the_band_is_the_mean_curve_with_its_t_interval_until_the_mean_end():
+    pytest.importorskip("matplotlib")
+    from extras.comparison import picture
+
+    of_arm = seeds_of(run_of([0.0, 0.4], seconds=2.0), run_of([0.0, 0.2], seconds=4.0))
+    times, middle, low, high = picture.band(of_arm)
+    assert times.tolist() == [0, 2, 3]
+    assert middle.tolist() == pytest.approx([0, 0.25, 0.275])
+    assert (high - middle).tolist() == pytest.approx([0, 12.706 * 0.15, 12.706 * 0.125])
+    assert (middle - low).tolist() == pytest.approx((high - middle).tolist())
+
+
+def test_the_picture_is_drawn_for_light_and_for_dark_pages(tmp_path):
+    pytest.importorskip("matplotlib")
+    from extras.comparison import picture
+
+    saved = results.load()
+    of_arms = {arm: seeds_of(run_of([0.4, 0.6]), run_of([0.4, 0.7])) for arm in picture.SHOWN}
+    paths = {page: tmp_path / f"{page}.png" for page in picture.PATHS}
+    picture.draw_both({"one step": saved["one step"], "time": of_arms}, paths)
+    sizes = [path.stat().st_size for path in paths.values()]
+    assert min(sizes) > 10_000 and len({path.read_bytes() for path in paths.values()}) == 2
+    assert picture.SHOWN.keys() <= arms.ARMS["time"].keys()
+
+
+def test_the_step_of_the_picture_has_completions_for_each_prompt_that_is_kept():
+    step = results.load()["one step"]
+    kept = [max(states) >= 0 for states in step["states"]]
+    assert len(kept) == len(step["pi"]) and abs(sum(kept) - sum(step["pi"])) < 1
+    assert all(is_kept for is_kept, pi in zip(kept, step["pi"]) if pi == 1)
+    for is_kept, states in zip(kept, step["states"]):
+        assert len(states) == 8 and (min(states) >= 0) == is_kept
+
+
+# ==== The command ====
+MISTAKES = ["digit 0 grpo", "digits x grpo", "digits 0 CPPO", "digits 0", "digits 0 grpo 1"]
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
@@ -357,34 +452,15 @@ def test_what_is_asked_wrongly_is_told_in_a_line(arguments, monkeypatch, capsys)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_is_saved_has_the_analysis_that_is_saved_with_it():
-    saved = json.loads(experiments.RESULTS.read_text())["experiments"]
-    for name, analyse in experiments.ANALYSES.items():
-        if "analysis" in saved.get(name, {}):
-            assert analyse(saved[name]["runs"]) == saved[name]["analysis"]
-    assert len(saved["hard, on a GPU"]["analysis"]) == 4
+def test_a_run_is_asked_for_by_experiment_seed_and_arm(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(runs, "make_run", lambda name, seed, arm: run_of([0.5]))
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "digits", "0", "our rule (0.9, 0)"])
+    experiments.main()
+    assert "steps: 10; saved: 250" in capsys.readouterr().out
 
 
-def test_a_curve_crosses_a_level_on_the_line_between_its_points():
-    assert experiments.crossing([(0, 0.0), (2, 0.2), (4, 0.6), (6, 0.2)], 0.3) == 2.5
-    assert math.isnan(experiments.crossing([(0, 0.0), (2, 0.2)], 0.3))
-
-
-def test_without_new_runs_gathering_changes_nothing_and_draws_the_picture(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    saved = experiments.RESULTS.read_text()
-    for name in ("RESULTS", "PICTURE", "RUNS"):
-        monkeypatch.setattr(experiments, name, tmp_path / name)
-    experiments.RESULTS.write_text(saved)
-    experiments.gather()
-    assert experiments.RESULTS.read_text() == saved
-    assert experiments.PICTURE.stat().st_size > 10_000
-
-
-def test_the_step_of_the_picture_has_completions_for_each_prompt_that_is_kept():
-    step = json.loads(experiments.RESULTS.read_text())["one step"]
-    kept = [max(states) >= 0 for states in step["states"]]
-    assert len(kept) == len(step["pi"]) and abs(sum(kept) - sum(step["pi"])) < 1
-    assert all(is_kept for is_kept, pi in zip(kept, step["pi"]) if pi == 1)
-    for is_kept, states in zip(kept, step["states"]):
-        assert len(states) == 8 and (min(states) >= 0) == is_kept
+def test_nothing_outside_tests_imports_mock():
+    for path in Path(dppo.__file__).parent.glob("extras/**/*.py"):
+        is_of_tests = path.name.startswith("test") or path.name == "testing.py"
+        assert is_of_tests or "mock" not in path.read_text()

@@ -19,7 +19,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
-from test_dppo import (
+from extras.testing import (
     REWARDS,
     G,
     every_result,
@@ -28,7 +28,7 @@ from test_dppo import (
     tiny_tokenizer,
 )
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", reason="extras/dppo_trl.py needs TRL")
 from extras import dppo_trl  # noqa: E402, because it needs TRL
 
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
@@ -138,7 +138,7 @@ def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
     rule = dppo.Rule(dppo.Config(objective=objective, **common, **own), N)
     task = dppo.Task(range(N), {}, None, None, model, reference=reference)
     optimizer = Noting(model)
-    monkeypatch.setattr(dppo, "rollout", lambda *_: (SEQUENCES, SCORED, 0.0))
+    monkeypatch.setattr(dppo, "rollout", lambda *_: (SEQUENCES, SCORED))
     step = dppo.dppo_step(task, rule, optimizer, torch.arange(N), torch.Generator())
     assert 0 < step.updates[1]["clipped_fraction"] < 1
     for gradient, expected in zip(optimizer.gradients, gradients_of_trl(trainer), strict=True):

@@ -1,9 +1,15 @@
-"""The arms of each experiment: the settings by which runs differ, and those that they share."""
+"""The experiments: their arms, the settings of each arm, and those that all arms share.
 
-from extras import sums
+The two numbers behind a method are its prune rates, of prompts and of completions.
+"""
+
+from itertools import product
+
+from extras import guess_or_pass, sums
 
 # ==== Methods ====
 PROPORTIONAL = "extras.proportional:Proportional"
+WITH_MEMORY = ", with memory"  # the end of the name of an arm that starts with another run's memory
 
 
 def rates(prompts, completions, method="dppo", **more):
@@ -20,9 +26,10 @@ def rival(name, **more):
     return rates(0.7, 0.7, f"extras.rivals:{name}", **more)
 
 
-GRPO = {"grpo": {"method": "grpo"}, "grpo-skip": {"method": "grpo-skip"}}
+SKIP = {"grpo-skip": {"method": "grpo-skip"}}
+GRPO = {"grpo": {"method": "grpo"}} | SKIP
 
-# ==== Time: digits, 15 epochs (PLAN.md, "Time") ====
+# ==== Arms, by experiment; PLAN.md has a section on each ====
 TIME = GRPO | {
     "dppo (0.7, 0.7)": rates(0.7, 0.7),
     "dppo (0.7, 0.7), 13 prompts": rates(0.7, 0.7, prompts_per_step=13),
@@ -37,8 +44,6 @@ TIME = GRPO | {
     "GRESO": rival("GRESO"),
     "dppo (0.7, 0.7), all weights 1": rival("WeightOne"),
 }
-
-# ==== Sums: the second task, 15 epochs (PLAN.md, "Sums") ====
 SUMS = GRPO | {
     "dppo (0.7, 0.7)": rates(0.7, 0.7),
     "dppo (0.7, 0)": rates(0.7, 0.0),
@@ -46,20 +51,60 @@ SUMS = GRPO | {
     "dppo (0, 0.9)": rates(0.0, 0.9),
     "our rule (0.95, 0), 20 prompts": ours(0.95, 0.0, prompts_per_step=20),
 }
+RATES = SKIP | {
+    "dppo (0.5, 0.5)": rates(0.5, 0.5),
+    "dppo (0.7, 0.7)": rates(0.7, 0.7),
+    "dppo (0.9, 0.9)": rates(0.9, 0.9),
+}
+OURS = {
+    "our rule (0.9, 0)": ours(0.9, 0.0),
+    "our rule (0.9, 0), with memory": ours(0.9, 0.0),
+}
+DIGITS = GRPO | {
+    "grpo-skip, 17 prompts": {"method": "grpo-skip", "prompts_per_step": 17},
+    "dppo (0.7, 0.7)": rates(0.7, 0.7),
+    "our rule (0.9, 0.7)": ours(0.9, 0.7),
+}
+GUESSES = {
+    "grpo": {"method": "grpo"},
+    "dppo (0.7, 0.7)": rates(0.7, 0.7),
+    "our rule (0.7, 0.7)": ours(0.7, 0.7),
+    "dppo (0.7, 0.7), unweighted": rival("Unweighted"),
+    "CPPO, 32 prompts": rival("CPPO"),
+}
+ARMS = {"time": TIME, "sums": SUMS, "rates": RATES, "digits": DIGITS | OURS}
+ARMS |= {"digits, new seeds": SKIP | OURS, "guess or pass": GUESSES}
 
-ARMS = {"time": TIME, "sums": SUMS}
 EPOCHS = {"epochs": 15.0, "eval_every": 0, "save_every": 0}
-SETTINGS = {"time": EPOCHS, "sums": EPOCHS | sums.SETTINGS}
+STEPS = {"steps": 250, "eval_every": 25, "save_every": 0}
+SETTINGS = {"time": EPOCHS, "sums": EPOCHS | sums.SETTINGS, "rates": EPOCHS}
+SETTINGS |= {"digits": STEPS, "digits, new seeds": STEPS, "guess or pass": guess_or_pass.SETTINGS}
 
-# A run of the first arm starts with the memory of a run of the second, of the seed before its own.
-MEMORY_OF = {"our rule (0.95, 0), 20 prompts, with memory": "our rule (0.95, 0), 20 prompts"}
-SEEDS = {"time": range(8, 16), "sums": range(8)}
+SEEDS = {"time": range(8, 16), "sums": range(8), "rates": range(8)}
+SEEDS |= {"digits": range(8), "digits, new seeds": range(8, 16), "guess or pass": range(8)}
+
+
+# ==== Runs ====
+def memory_of(name, seed, arm):
+    """(seed, arm) of the run with whose memory a run starts, or None. It is a run without memory,
+    of the seed before, or in the older experiments of the next of their eight seeds."""
+    if not arm.endswith(WITH_MEMORY):
+        return None
+    other = seed - 1 if name == "time" else seed // 8 * 8 + (seed + 1) % 8
+    return other, arm.removesuffix(WITH_MEMORY)
 
 
 def runs_in_order(name):
     """[(seed, arm)] of an experiment. Seeds are the outer loop, so that every arm meets the same
-    conditions. Runs that are made only for their memory come first."""
-    seeds = SEEDS[name]
-    arms = ARMS[name]
-    first = [(seeds[0] - 1, source) for arm, source in MEMORY_OF.items() if arm in arms]
-    return first + [(seed, arm) for seed in seeds for arm in arms]
+    conditions. Runs that are made only for their memory come first, and those that would start
+    with the memory of a later run come last."""
+    order, waiting = [], []
+    for run in product(SEEDS[name], ARMS[name]):
+        source = memory_of(name, *run)
+        if source in order or source is None:
+            order.append(run)
+        elif source[0] in SEEDS[name]:
+            waiting.append(run)
+        else:
+            order = [source, *order, run]
+    return order + waiting

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import dppo
-from extras import sums
-from extras.comparison.arms import ARMS, MEMORY_OF, SETTINGS
+from extras import guess_or_pass, sums
+from extras.comparison.arms import ARMS, SETTINGS, WITH_MEMORY, memory_of
 
 RUNS = Path(__file__).resolve().parent.parent.parent / "runs" / "experiments"
 SUMMED = ("prompts_seen", "prompts_rolled", "completions_trained", "tokens_generated")
@@ -19,7 +19,8 @@ SUMMED += ("tokens_trained", "processor_seconds", "rollout_processor_seconds")
 
 def noting(rule_class):
     """A rule that prunes as `rule_class` does, and notes more of each step in its record:
-    processor seconds, tokens generated, the noise by A^2, and after each epoch an evaluation."""
+    processor seconds, tokens generated, the noise by A^2, and, if the run is counted in epochs, an
+    evaluation after each."""
 
     class Noting(rule_class):
         def __init__(self, config, prompt_count):
@@ -46,7 +47,8 @@ def noting(rule_class):
             noted["noise_of_one"] = (step.w_q @ squares.mean(dim=1)).item() / step.N  # prompt
             epoch_before = self.memory["seen"] // self.prompt_count
             self.memory["seen"] += step.N
-            if self.memory["seen"] // self.prompt_count > epoch_before:
+            is_epoch_over = self.memory["seen"] // self.prompt_count > epoch_before
+            if is_epoch_over and self.config.epochs > 0:
                 noted |= dppo.evaluate(task, self.config)
             step.updates[-1].update(noted)
             return step
@@ -56,7 +58,9 @@ def noting(rule_class):
 
 def task_of(name, config):
     """The task of an experiment."""
-    return sums.load_task(config) if name == "sums" else dppo.load_task(config)
+    if name == "sums":
+        return sums.load_task(config)
+    return guess_or_pass.load_task(config) if name == "guess or pass" else dppo.load_task(config)
 
 
 def train(name, settings, folder):
@@ -102,19 +106,23 @@ def summary(records, settings):
 def make_run(name, seed, arm):
     """Makes runs/experiments/NAME/ARM-SEED.json, unless it is there -> what it has."""
     path = RUNS / name / f"{arm}-{seed}.json"
-    if not path.exists():
-        settings = SETTINGS[name] | ARMS[name][arm] | {"seed": seed}
-        if arm in MEMORY_OF:
-            memory = path.with_name(f"{MEMORY_OF[arm]}-{seed - 1}.memory")
-            if not memory.exists():
-                raise SystemExit(f'run this first: {name} {seed - 1} "{MEMORY_OF[arm]}"')
-            settings["history"] = str(memory)
-        folder = path.with_suffix(".run")
-        records = train(name, settings, folder)
-        path.write_text(json.dumps(summary(records, settings | {"history": ""})))
-        shutil.rmtree(folder / "model")
-        if arm in MEMORY_OF.values():
-            folder.rename(path.with_suffix(".memory"))
-        else:
-            (folder / "checkpoint.pt").unlink()
-    return json.loads(path.read_text())
+    if path.exists():
+        return json.loads(path.read_text())
+    settings = SETTINGS[name] | ARMS[name][arm] | {"seed": seed}
+    source = memory_of(name, seed, arm)
+    history = ""
+    if source:
+        other_seed, other_arm = source
+        history = path.with_name(f"{other_arm}-{other_seed}.memory")
+        if not history.exists():
+            raise SystemExit(f'run this first: "{name}" {other_seed} "{other_arm}"')
+    folder = path.with_suffix(".run")
+    records = train(name, settings | {"history": str(history)}, folder)
+    run = summary(records, settings)
+    path.write_text(json.dumps(run))
+    shutil.rmtree(folder / "model")
+    if arm + WITH_MEMORY in ARMS[name]:  # another run may start with its memory
+        folder.rename(path.with_suffix(".memory"))
+    else:
+        (folder / "checkpoint.pt").unlink()
+    return run
