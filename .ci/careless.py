@@ -330,7 +330,7 @@ CHANGES = r"""
 - copy.deepcopy(examples[i // G] | {"completion_ids": ids})
 # a reward changes the data
 + examples[i // G] | {"completion_ids": ids}
-- require(len(rewards) == i + 1,
+- require(len(rewards) == len(sequences),
 # too few rewards are noticed by torch only
 + require(True,
 - return "" if "<think>" in text else text.strip()

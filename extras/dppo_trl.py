@@ -46,7 +46,7 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import RULES, Config, find, group_advantages, require
+from dppo import RULES, Config, Rule, find, group_advantages, require
 
 
 class WindowSampler(RepeatSampler):
@@ -114,6 +114,8 @@ class DPPOTrainer(GRPOTrainer):
         settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else "grpo"
         pruning = pruning or {}
         rule_class = find("method", pruning.get("method", "dppo"), RULES)
+        has_own_step = rule_class.step is not Rule.step
+        require(not has_own_step, f"{rule_class.__name__} has a step of its own, unlike TRL's")
         config = Config(**settings, **rule_class.defaults | pruning)
         self.windows = WindowSampler(self, rule_class(config, len(self.train_dataset)))
         # Otherwise a resumed run would skip batches, and leave their weights in the queue.

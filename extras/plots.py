@@ -16,6 +16,8 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from extras.comparison.cells import markdown
+
 STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
 # One colour for a method, wherever it is drawn. (On a dark page, grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
@@ -36,8 +38,7 @@ def style():
 def table(rows):
     from IPython.display import Markdown  # which experiments.py does without
 
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return Markdown("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return Markdown(markdown(rows))
 
 
 def draw_step(fig, pi, states, told=""):
@@ -71,19 +72,22 @@ def draw_rollouts(numbers, places, teaches, classes):
     for middle, text in classes.values():
         ax.text(123, middle, text, va="center")
     ax.set(xlabel="step", xlim=(0, 121), ylabel="prompts, by number of digits", yticks=[])
-    ax.set_title("Prompts that teach are rolled out often, the others seldom")
+    ax.set_title("Prompts that teach are rolled out more often than the others")
     names = ["no gradient (A = 0)", "a gradient"]
     fig.legend(drawn.legend_elements()[0], names, loc="outside lower center", ncols=2)
 
 
 # ==== The notebook's pictures ====
 def label_ends(ax, ends, gap):
-    """Writes names beside the right ends of lines, at least a gap apart: {name: (x, y, colour)}."""
+    """Writes names beside the right ends of lines, at least a gap apart: {name: (x, y, colour)}.
+    A thin line leads from an end to its name."""
     lowest = -1e9
+    beside = 1.03 * max(x for x, _, _ in ends.values())
     for name, (x, y, colour) in sorted(ends.items(), key=lambda end: end[1][1]):
         lowest = max(y, lowest + gap)
-        offset = {"xytext": (x, lowest), "textcoords": "data", "va": "center"}
-        ax.annotate(f"  {name}", (x, y), color=colour, annotation_clip=False, **offset)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        style = {"color": colour, "va": "center", "annotation_clip": False}
+        ax.annotate(name, (x, y), (beside, lowest), arrowprops=line, **style)
 
 
 def draw_training(curves):
@@ -100,11 +104,10 @@ def draw_training(curves):
 
 def draw_cloud(clouds):
     """Steps on one batch as dots, and their mean as a large one: {name: (x, y, colour)}, (n,) x, y.
-    The first one's dots set the limits."""
+    All of the first one's dots are shown."""
     fig, ax = plt.subplots(figsize=(8.4, 4.8))
     x, y, _ = next(iter(clouds.values()))
-    low = torch.stack([x, y]).quantile(0.01, dim=1)
-    high = torch.stack([x, y]).quantile(0.99, dim=1)
+    low, high = torch.stack([x.min(), y.min()]), torch.stack([x.max(), y.max()])
     for name, (x, y, colour) in clouds.items():
         mean = torch.stack([x.mean(), y.mean()])
         low, high = low.minimum(mean), high.maximum(mean)
@@ -143,7 +146,9 @@ def draw_packing(lengths, kinds, longest):
                 left += lengths[i]
         ax.set(xlabel="tokens", xlim=(0, longest), yticks=[])
         ax.set(ylim=(len(next(iter(kinds.values()))) - 0.4, -0.6))
-        ax.set_title(title, fontsize="medium")
+        room = max(sum(lengths[i] for i in slot) for slot in slots)
+        ax.axvline(room, color="0.5", linestyle=":")  # to which each row is filled up
+        ax.set_title(f"{title} to {room}", fontsize="medium")
     axes[0].set(ylabel="slots")
     blocks = []
     for place, i in enumerate(slots[0]):

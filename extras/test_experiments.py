@@ -382,6 +382,22 @@ def sentences_about_digits(saved):
     pair = saved["digits"]["grpo"], saved["digits"]["grpo-skip"]
     difference = statistics.differences(statistics.accuracy_of_all, *pair)[0]
     yield f"Chance alone makes a difference of {abs(difference):.3f} here"
+    runs = saved["digits, new seeds"]
+    found = []
+    for arm in arms.OURS:
+        pair = runs[arm], runs["grpo-skip"]
+        difference = statistics.differences(statistics.accuracy_of_all, *pair)
+        found.append(cells.bracketed(difference, cells.signed))
+    yield "differs by {}, and by {} with memory".format(*found)
+
+
+def sentences_about_rates(saved):
+    _, whole_run, end, _ = numbers(saved["rates"])
+    pruned = [arm for arm in saved["rates"] if arm != "grpo-skip"]
+    times = [f"{whole_run(arm):.2f}" for arm in pruned]
+    losses = [end(arm).lstrip("−") for arm in pruned]
+    yield "takes {}, {} and {} of `grpo-skip`'s time for 15 epochs".format(*times)
+    yield "loses {}, {} and {}.".format(*losses)
 
 
 def sentences_about_packing(saved):
@@ -393,7 +409,8 @@ def sentences_about_packing(saved):
 
 
 SENTENCES = {"time": sentences_about_time, "sums": sentences_about_sums}
-SENTENCES |= {"digits": sentences_about_digits, "packing": sentences_about_packing}
+SENTENCES |= {"digits": sentences_about_digits, "rates": sentences_about_rates}
+SENTENCES |= {"packing": sentences_about_packing}
 
 
 @pytest.mark.parametrize("name", SENTENCES)

@@ -296,6 +296,12 @@ def test_the_trl_trainer_refuses_what_would_be_biased(setting, tmp_path):
         dppo_trl.DPPOTrainer(**settings)
 
 
+def test_the_trl_trainer_refuses_a_rule_with_a_step_of_its_own(tmp_path):
+    settings = trl_settings(tmp_path) | {"pruning": {"method": "extras.rivals:GRESO"}}
+    with pytest.raises(ValueError, match="GRESO has a step of its own"):
+        dppo_trl.DPPOTrainer(**settings)
+
+
 def test_the_trl_trainer_refuses_the_loss_of_a_router(tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     model = tiny_model(torch.float32, "Qwen3MoeForCausalLM", **sizes)
