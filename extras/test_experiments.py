@@ -350,6 +350,14 @@ def numbers(runs_of_arms):
 DPPO, OURS = expected.DPPO, expected.OURS
 
 
+def expectations_met(name, saved):
+    expectations = expected.EXPECTED[name]
+    met = 0
+    for expectation in expectations:
+        met += expected.is_as_expected(expectation, expected.found(saved[name], expectation))
+    return f"Of the plan's {len(expectations)} expectations, {met} came true"
+
+
 def sentences_about_time(saved):
     time_to, whole_run, end, without_variance = numbers(saved["time"])
     yield f"takes {time_to('grpo-skip', 0.84, 'grpo')} of GRPO's time to an accuracy of 0.84"
@@ -369,6 +377,15 @@ def sentences_about_time(saved):
     skip, rest = whole_run("grpo-skip", "grpo"), whole_run(DPPO)
     yield f"Our {1 / (skip * rest):.1f} times is {1 / skip:.1f}, which skipping gives"
     yield f"times {1 / rest:.1f}"
+    yield expectations_met("time", saved)
+    runs = saved["time"]
+    seconds = statistics.mean_of(statistics.total("processor_seconds"), runs[OURS])
+    ours = statistics.accuracies_at(runs[OURS], [seconds])[:, 0]
+    skip = statistics.accuracies_at(runs["grpo-skip"], [seconds])[:, 0]
+    yield f"after {seconds:.1f} seconds, it is at {ours.mean():.3f}"
+    yield f"and `grpo-skip` at {skip.mean():.3f}, a difference of"
+    gap = statistics.interval((ours - skip).tolist())
+    yield f"of {cells.bracketed(gap, cells.signed)[:-1]}; this comparison was not planned)"
 
 
 def sentences_about_sums(saved):
@@ -376,6 +393,7 @@ def sentences_about_sums(saved):
     arm = "dppo (0, 0.7)"
     yield f"takes {time_to(arm, 0.7)} of `grpo-skip`'s time to 0.70 and differs by {end(arm)}"
     yield f"on digits and {without_variance()} on sums"
+    yield expectations_met("sums", saved)
 
 
 def sentences_about_digits(saved):
