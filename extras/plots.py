@@ -1,11 +1,16 @@
 """The pictures of the notebook and of README.
 
-The curve of your own run, which needs none of this file:
+The curves of two runs, which need none of this file:
 
     import pandas
-    log = pandas.read_json("runs/mine/metrics.jsonl", lines=True)
-    log["hours"] = log.seconds.fillna(0).cumsum() / 3600
-    log.dropna(subset="accuracy").plot("hours", "accuracy").figure.savefig("accuracy.png")
+    from matplotlib import pyplot
+    for run in ("runs/mine", "runs/other"):
+        log = pandas.read_json(f"{run}/metrics.jsonl", lines=True)
+        hours = log.seconds.fillna(0).cumsum() / 3600
+        evaluated = log.accuracy.notna()
+        pyplot.plot(hours[evaluated], log.accuracy[evaluated], label=run)
+    pyplot.legend()
+    pyplot.savefig("accuracy.png")
 
 Each function draws one picture from numbers that it is given. Colours are those of Okabe and Ito,
 which colour-blind readers tell apart, and labels are as large as a notebook's text.

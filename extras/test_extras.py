@@ -99,12 +99,14 @@ def test_the_printed_plot_is_drawn(newcomer):
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib").use("agg")
     steps = [{"step": n, "seconds": 60.0, "prompts_rolled": 4} for n in range(1, 9)]
     records = [{"step": 0, "accuracy": 0.1}, *steps, {"step": 9, "accuracy": 0.5} | steps[0]]
-    Path("runs/mine").mkdir(parents=True)
-    write_rows("runs/mine/metrics.jsonl", *records)
-    log = {}
-    exec(printed_block("import pandas"), log)
+    for run in ("mine", "other"):
+        Path("runs", run).mkdir(parents=True)
+        write_rows(f"runs/{run}/metrics.jsonl", *records)
+    drawn = {}
+    exec(printed_block("import pandas"), drawn)
     assert Path("accuracy.png").stat().st_size > 5000
-    assert log["log"].hours.iloc[-1] == pytest.approx(9 / 60)
+    assert drawn["hours"].iloc[-1] == pytest.approx(9 / 60)
+    assert len(drawn["pyplot"].gca().lines) == 2
 
 
 @pytest.mark.parametrize("words", ["openai/gsm8k", "MATH-lighteval"])
