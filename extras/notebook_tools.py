@@ -224,6 +224,25 @@ def draw_ratios(runs, level):
     plots.draw_ratios(rows, f"processor seconds to {level}, over grpo-skip's")
 
 
+def halves(saved):
+    """For both tasks, how many groups were equal in the first steps, and what either half of the
+    pruning did to the time of a whole run and to the accuracy at its end, beside grpo-skip."""
+    arms = {"completions: dppo (0, 0.7)": "dppo (0, 0.7)"}
+    arms["prompts: our rule (0.95, 0)"] = "our rule (0.95, 0), 20 prompts"
+    seconds = statistics.total("processor_seconds")
+    rows = {}
+    for task, runs in (("digits", saved["time"]), ("sums", saved["sums"])):
+        control = runs["grpo-skip"]
+        equal = statistics.mean_of(statistics.total("zero_variance_of_first_steps"), control)
+        rows[task] = {"equal groups at first": f"{equal:.0%}"}
+        for name, arm in arms.items():
+            time = statistics.ratios(seconds, runs[arm], control)[0]
+            end = statistics.differences(statistics.accuracy_at_the_end, runs[arm], control)
+            verdict = statistics.is_as_good(end)
+            rows[task][name] = f"{time:.2f} of the time, accuracy {end[0]:+.3f} ({verdict})"
+    return pandas.DataFrame.from_dict(rows, orient="index").T
+
+
 def by_completions(runs):
     """Runs whose curves count completions in place of seconds, until the first run ends."""
     curves = {}
