@@ -90,7 +90,8 @@ def label_ends(ax, ends, gap):
     beside = 1.03 * max(x for x, _, _ in ends.values())
     for name, (x, y, colour) in sorted(ends.items(), key=lambda end: end[1][1]):
         lowest = max(y, lowest + gap)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5)}
+        line |= {"shrinkA": 0, "shrinkB": 0}
         style = {"color": colour, "va": "center", "annotation_clip": False}
         ax.annotate(name, (x, y), (beside, lowest), arrowprops=line, **style)
 
