@@ -97,6 +97,18 @@ def test_a_ratio_of_times_has_the_same_seeds_for_both_arms_in_each_sample():
     assert statistics.time_ratio(of_arm, control, 0.1) == pytest.approx([0.25] * 3)
 
 
+def test_at_equal_time_is_the_mean_gap_until_the_shorter_runs_end():
+    controls = seeds_of(run_of([0, 1], seconds=4.0), run_of([0, 1], seconds=4.0))  # at t/4
+    # At t/2 until they end, at 1 and at 3, so on average at 2.
+    of_arm = seeds_of(run_of([0, 0.5], seconds=1.0), run_of([0, 1.5], seconds=3.0))
+    # The means of the gaps until 2: t/4 for a second, then 1/2 - t/4; and t/4.
+    first, second = (0.125 + 0.125) / 2, 0.25
+    middle, _, high = statistics.at_equal_time(of_arm, controls)
+    assert middle == pytest.approx((first + second) / 2, abs=2e-3)
+    assert high - middle == pytest.approx(12.706 * (second - first) / 2, rel=0.03)
+    assert statistics.at_equal_time(controls, controls) == [0, 0, 0]
+
+
 def test_the_bounds_of_a_ratio_are_quantiles_over_samples_of_the_seeds():
     # The mean curves of samples (0, 0), (0, 1) or (1, 0), and (1, 1) reach 0.5 after 0.5, 2/3 and
     # 1 seconds, those of the control after 1 second.
@@ -329,7 +341,8 @@ def numbers(runs_of_arms):
     the whole run, and the difference of the accuracies at the end, over or from a control's."""
 
     def time_to(arm, level, control="grpo-skip"):
-        return f"{statistics.time_ratio(runs_of_arms[arm], runs_of_arms[control], level)[0]:.2f}"
+        ratio = statistics.time_ratio(runs_of_arms[arm], runs_of_arms[control], level)
+        return cells.bracketed(ratio)
 
     def whole_run(arm, control="grpo-skip"):
         seconds = statistics.total("processor_seconds")
@@ -338,16 +351,9 @@ def numbers(runs_of_arms):
     def end(arm, control="grpo-skip"):
         pair = runs_of_arms[arm], runs_of_arms[control]
         difference = statistics.differences(statistics.accuracy_at_the_end, *pair)
-        return cells.signed(difference[0])
+        return cells.bracketed(difference, cells.signed)
 
-    def without_variance(arm="grpo-skip"):
-        share = statistics.total("zero_variance_of_first_steps")
-        return f"{statistics.mean_of(share, runs_of_arms[arm]):.0%}"
-
-    return time_to, whole_run, end, without_variance
-
-
-DPPO, OURS = expected.DPPO, expected.OURS
+    return time_to, whole_run, end
 
 
 def expectations_met(name, saved):
@@ -358,45 +364,71 @@ def expectations_met(name, saved):
     return f"Of the plan's {len(expectations)} expectations, {met} came true"
 
 
+def share_of(runs, part, whole):
+    """The share of one total of an arm in another, in percent."""
+    means = [statistics.mean_of(statistics.total(name), runs) for name in (part, whole)]
+    return f"{means[0] / means[1]:.0%}"
+
+
+DPPO, OURS = expected.DPPO, expected.OURS
+SECONDS = ("rollout_processor_seconds", "processor_seconds")
+
+
 def sentences_about_time(saved):
-    time_to, whole_run, end, without_variance = numbers(saved["time"])
-    yield f"takes {time_to('grpo-skip', 0.84, 'grpo')} of GRPO's time to an accuracy of 0.84"
-    yield f"takes {time_to(OURS, 0.84)} of `grpo-skip`'s time to 0.84, and {whole_run(OURS):.2f} of"
-    yield f"its accuracy at the end differs by {end(OURS)}."
+    runs = saved["time"]
+    time_to, whole_run, end = numbers(runs)
+    yield f"`grpo` takes {time_to('grpo', 0.8)} times as long to an accuracy of 0.80"
+    yield f"It takes {time_to(OURS, 0.84)} of `grpo-skip`'s time to 0.84"
+    yield f"{whole_run(OURS):.2f} of it for 15 epochs"
+    yield f"after which its accuracy differs by {end(OURS)}."
     yield f"takes {time_to(DPPO, 0.8)} of the time to 0.80, and differs by {end(DPPO)} at the end"
-    yield f"of `grpo-skip` it was {without_variance()} on digits"
-    yield f"weights 1 differs from `dppo` by {end(DPPO + ', all weights 1', DPPO)} at the end"
-    yield f"`Literal` ends {end('Literal (0.7, 0.7)', DPPO)} from `dppo`"
+    without = end(DPPO + ", all weights 1", DPPO).replace("+", "")
+    yield f"all weights 1 ended {without} more accurate"
+    yield f"`grpo` and `grpo-skip` differ by {end('grpo')[1:6]} here"
+    yield f"from `grpo`, it differs by {end(OURS, 'grpo')}"
+    for level in (0.81, 0.82, 0.83):  # no saving
+        assert 0.98 < float(time_to(OURS, level).split()[0]) < 1.03
+    yield f"rollouts take {share_of(runs['grpo-skip'], *SECONDS)} of `grpo-skip`'s time"
+    clipped = [
+        share_of(runs[arm], "steps_clipped", "steps") for arm in ("CPPO, 32 prompts", "GRESO")
+    ]
+    assert clipped[0] == clipped[1]
+    control = share_of(runs["grpo-skip"], "steps_clipped", "steps")
+    yield f"had {clipped[0]} of their steps clipped (the control {control})"
+    yield f"`Literal` ends {end('Literal (0.7, 0.7)', DPPO).split()[0]} from `dppo`"
     papers = [
         (DPPO, "abstract | | 2.37 times as fast, accuracy +3.36"),
         ("CPPO, 128 prompts", "`rivals.CPPO` | 1.35 times, +5.22"),
         ("GRESO", "`rivals.GRESO` | 2.31 times, +1.70"),
     ]
     for arm, figures in papers:
-        yield f"{figures} | {1 / whole_run(arm, 'grpo'):.1f} times, {end(arm, 'grpo')} |"
+        difference = end(arm, "grpo").split()[0]
+        yield f"{figures} | {1 / whole_run(arm, 'grpo'):.1f} times, {difference} |"
     skip, rest = whole_run("grpo-skip", "grpo"), whole_run(DPPO)
     yield f"Our {1 / (skip * rest):.1f} times is {1 / skip:.1f}, which skipping gives"
-    yield f"times {1 / rest:.1f}"
+    yield f"times {1 / rest:.1f}, which pruning gives"
     yield expectations_met("time", saved)
-    runs = saved["time"]
-    seconds = statistics.mean_of(statistics.total("processor_seconds"), runs[OURS])
-    ours = statistics.accuracies_at(runs[OURS], [seconds])[:, 0]
-    skip = statistics.accuracies_at(runs["grpo-skip"], [seconds])[:, 0]
-    yield f"after {seconds:.1f} seconds, it is at {ours.mean():.3f}"
-    yield f"and `grpo-skip` at {skip.mean():.3f}, a difference of"
-    gap = statistics.interval((ours - skip).tolist())
-    yield f"of {cells.bracketed(gap, cells.signed)[:-1]}; this comparison was not planned)"
 
 
 def sentences_about_sums(saved):
-    time_to, whole_run, end, without_variance = numbers(saved["sums"])
-    arm = "dppo (0, 0.7)"
-    yield f"takes {time_to(arm, 0.7)} of `grpo-skip`'s time to 0.70 and differs by {end(arm)}"
+    runs = saved["sums"]
+    time_to, _, end = numbers(runs)
     arm = "dppo (0, 0.9)"
-    yield f"takes {time_to(arm, 0.7)} of `grpo-skip`'s time to 0.70, {whole_run(arm):.2f} of it"
-    yield f"our rule is undecided, at {end(OURS)}"
-    yield f"ends soonest, but {end(DPPO).lstrip('−')} lower"
-    yield f"on digits and {without_variance()} on sums"
+    yield f"and {time_to('grpo', 0.7)} times as long to 0.70 on sums"
+    yield f"takes {time_to(arm, 0.7)} of `grpo-skip`'s time to 0.70, and differs by {end(arm)}"
+    arm = "dppo (0, 0.7)"
+    yield f"takes {time_to(arm, 0.7).split()[0]} of `grpo-skip`'s time to 0.70 and differs by"
+    yield f"differs by {end(arm).split()[0]} at the end; (0, 0.9)"
+    yield f"our rule's is undecided, at {end(OURS).split()[0]}"
+    yield f"ends soonest, but {end(DPPO)[1:6]} lower"
+    shares = []
+    for name in ("time", "sums"):
+        rollouts = share_of(saved[name]["grpo-skip"], *SECONDS)
+        shares.append(f"{100 - int(rollouts.rstrip('%'))}%")
+    yield "was {} on digits and {} on sums. Where".format(*shares)
+    uniform = statistics.total("zero_variance_of_first_steps")
+    shares = [statistics.mean_of(uniform, saved[name]["grpo-skip"]) for name in ("time", "sums")]
+    yield "it was {:.0%} on digits and {:.0%} on sums".format(*shares)
     yield expectations_met("sums", saved)
 
 
@@ -414,12 +446,21 @@ def sentences_about_digits(saved):
 
 
 def sentences_about_rates(saved):
-    _, whole_run, end, _ = numbers(saved["rates"])
+    _, whole_run, end = numbers(saved["rates"])
     pruned = [arm for arm in saved["rates"] if arm != "grpo-skip"]
     times = [f"{whole_run(arm):.2f}" for arm in pruned]
-    losses = [end(arm).lstrip("−") for arm in pruned]
+    losses = [end(arm)[1:6] for arm in pruned]
     yield "takes {}, {} and {} of `grpo-skip`'s time for 15 epochs".format(*times)
-    yield "loses {}, {} and {}.".format(*losses)
+    yield "loses {}, {} and {}".format(*losses)
+
+
+def sentences_about_smollm2(saved):
+    runs = saved["SmolLM2"]
+    found = []
+    for arm in arms.OURS:
+        pair = runs[arm], runs["grpo-skip"]
+        found.append(cells.bracketed(statistics.ratios(statistics.until(0.3, 3), *pair)))
+    yield "needs {} of `grpo-skip`'s completions with our rule, and {} with".format(*found)
 
 
 def sentences_about_packing(saved):
@@ -432,7 +473,7 @@ def sentences_about_packing(saved):
 
 SENTENCES = {"time": sentences_about_time, "sums": sentences_about_sums}
 SENTENCES |= {"digits": sentences_about_digits, "rates": sentences_about_rates}
-SENTENCES |= {"packing": sentences_about_packing}
+SENTENCES |= {"packing": sentences_about_packing, "SmolLM2": sentences_about_smollm2}
 
 
 @pytest.mark.parametrize("name", SENTENCES)
@@ -441,6 +482,27 @@ def test_numbers_in_sentences_are_those_of_the_data(name):
     text = " ".join(tables.PAGES[0].read_text().split())
     for sentence in SENTENCES[name](saved) if name in saved else ():
         assert sentence in text
+
+
+def test_the_numbers_in_readme_are_those_of_the_data():
+    saved = results.load()
+    text = " ".join(tables.EXTRAS.with_name("README.md").read_text().split())
+    time_to, whole_run, end = numbers(saved["time"])
+    rows = {"grpo": "`grpo`", DPPO: "`dppo` (0.7, 0.7)", "dppo (0, 0.7)": "`dppo` (0, 0.7)"}
+    rows |= {
+        OURS: "our rule (0.95, 0), 20 prompts",
+        OURS + ", with memory": "… with another run's memory",
+    }
+    for arm, name in rows.items():
+        assert f"| {name} | {time_to(arm, 0.8)} | {time_to(arm, 0.84)} | {end(arm)} |" in text
+    assert f"takes {time_to('grpo', 0.8).split()[0]} times as long to 0.80" in text
+    assert f"`dppo` took 1/{1 / whole_run(DPPO, 'grpo'):.1f} of GRPO's time" in text
+    points = 100 * abs(float(end(DPPO, "grpo").split()[0].replace("−", "-")))
+    assert f"and ended {points:.1f} points lower" in text
+    time_to, _, end = numbers(saved["sums"])
+    arm = "dppo (0, 0.9)"
+    assert f"took {time_to(arm, 0.7).split()[0]} of `grpo-skip`'s time to 0.70" in text
+    assert f"and ended {end(arm)[1:6]} less accurate" in text
 
 
 # ==== The picture ====

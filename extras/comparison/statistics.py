@@ -138,6 +138,15 @@ def time_to(runs, level):
     return first_times(times, middle, level).item()
 
 
+def at_equal_time(runs, controls):
+    """The mean difference of the accuracies after equal processor seconds, over the time until the
+    arm of the shorter runs ends, with its t-interval over the seeds."""
+    ends = [mean(run["curve"][-1][1] for run in of_arm.values()) for of_arm in (runs, controls)]
+    times = torch.linspace(0, min(ends), 200).tolist()
+    gaps = accuracies_at(runs, times) - accuracies_at(controls, times)
+    return interval(gaps.mean(dim=1).tolist())
+
+
 def bootstrap_shares(seeds, samples):
     """(samples, seeds) the share that each seed has in a sample of as many, with repeats."""
     generator = torch.Generator().manual_seed(0)
