@@ -126,11 +126,13 @@ def test_readme_rule_is_unbiased():
     known = {}
     exec(printed_block("class Half"), known)
     rules = [value for value in known.values() if isinstance(value, type)]
-    rewards, advantages = REWARDS[[2, 5]], ADVANTAGES[[2, 5]]  # the second is solved
+    # The last visit, on which the second prompt was solved. On this one, both prompts teach.
+    last_visit = torch.arange(2), REWARDS[[2, 5]], ADVANTAGES[[2, 5]]
+    advantages = ADVANTAGES[[2, 2]]
     for kind in rules:
         rule = kind(dppo.Config(group_size=G), 2)
-        rule.remember(torch.arange(2), rewards, advantages)
-        expectation, outcomes = torch.zeros_like(rewards), 0
+        rule.remember(*last_visit)
+        expectation, outcomes = torch.zeros_like(advantages), 0
         windows = every_result(partial(rule.prune_prompts, torch.arange(2), None))
         for p, (N, kept, w_q) in windows:
             assert N == 2
