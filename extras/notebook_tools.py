@@ -239,7 +239,8 @@ def halves(saved):
             time = statistics.ratios(seconds, runs[arm], control)[0]
             end = statistics.differences(statistics.accuracy_at_the_end, runs[arm], control)
             verdict = statistics.is_as_good(end)
-            rows[task][name] = f"{time:.2f} of the time, accuracy {end[0]:+.3f} ({verdict})"
+            told = f"{time:.2f} of grpo-skip's time, accuracy {end[0]:+.3f} ({verdict})"
+            rows[task][name] = told
     return pandas.DataFrame.from_dict(rows, orient="index").T
 
 

@@ -496,6 +496,10 @@ def test_the_numbers_in_readme_are_those_of_the_data():
     for arm, name in rows.items():
         assert f"| {name} | {time_to(arm, 0.8)} | {time_to(arm, 0.84)} | {end(arm)} |" in text
     assert f"takes {time_to('grpo', 0.8).split()[0]} times as long to 0.80" in text
+    skip, leads = saved["time"]["grpo-skip"], []
+    for arm in (OURS, DPPO):
+        leads.append(f"{statistics.at_equal_time(saved['time'][arm], skip)[0]:.3f}")
+    assert "both are ahead of `grpo-skip`, by {} and {}".format(*leads) in text
     assert f"`dppo` took 1/{1 / whole_run(DPPO, 'grpo'):.1f} of GRPO's time" in text
     points = 100 * abs(float(end(DPPO, "grpo").split()[0].replace("−", "-")))
     assert f"and ended {points:.1f} points lower" in text
