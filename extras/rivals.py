@@ -12,8 +12,8 @@ only: it keeps the divisor N G, so its gradient is shorter as well as turned.
 Literal is the paper's Algorithm 1 as it is reported [second-hand]. Of the k scores below the mean
 it always removes the lowest floor(r k), where DPPO removes as many at random, and it gives the
 others the weights C/(1 - P) of DPPO. Of equal scores, which most are, the first are removed. A
-removed prompt keeps its score. It returns once fewer low scores lie below its own: because the
-mean fell, or because other prompts got lower scores.
+removed prompt keeps its score. It returns once floor(r k) scores lie below its own: because the
+mean fell, and so k, or because other prompts got lower scores.
 
 CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|. Its loss is the
 mean over all kept completions, those with A = 0 included, as in its repository. (The repository
