@@ -114,8 +114,8 @@ class DPPOTrainer(GRPOTrainer):
         settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else "grpo"
         pruning = pruning or {}
         rule_class = find("method", pruning.get("method", "dppo"), RULES)
-        has_own_step = rule_class.step is not Rule.step
-        require(not has_own_step, f"{rule_class.__name__} has a step of its own, unlike TRL's")
+        has_usual_step = rule_class.step is Rule.step
+        require(has_usual_step, f"{rule_class.__name__} has a step of its own, unlike TRL's")
         config = Config(**settings, **rule_class.defaults | pruning)
         self.windows = WindowSampler(self, rule_class(config, len(self.train_dataset)))
         # Otherwise a resumed run would skip batches, and leave their weights in the queue.

@@ -9,9 +9,8 @@ import random
 import string
 from dataclasses import replace
 
-import torch
-
 import dppo
+from extras.sums import imitate
 
 SETTINGS = {"steps": 100, "eval_every": 10, "save_every": 0, "eval_samples": 8}
 SETTINGS |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
@@ -50,16 +49,13 @@ def reward(prompts, completions, answer, **columns):
     return rewards
 
 
-def imitate(task, rng):
+def train_on_demonstrations(task, rng):
     """Trains the task's model on 100 batches of demonstrations."""
     optimizer = dppo.MasterAdam(task.model, 5e-4)
     for step in range(100):
         sequences = [demonstration(rng, task.tokenizer) for _ in range(48)]
         optimizer.param_groups[0]["lr"] = 5e-4 * (1 - step / 100)
-        # Imitation is a policy gradient on given completions of advantage 1.
-        shares = torch.tensor([1 / (48 * len(ids)) for _, ids in sequences])
-        inputs = (sequences, torch.ones(48), shares, None, None, dppo.Config(temperature=1.0))
-        dppo.train_step(task.model, optimizer, *inputs)
+        imitate(task.model, optimizer, sequences)
 
 
 def load_task(config):
@@ -76,5 +72,5 @@ def load_task(config):
         evals[kind] = [example | {"answer": kind} for example in unknown]
     evals["right"] = [dppo.sorting_example("middle", rng, task.tokenizer) for _ in range(64)]
     task = replace(task, train=train, evals=evals, reward=reward)
-    imitate(task, rng)
+    train_on_demonstrations(task, rng)
     return task

@@ -32,16 +32,11 @@ def sum_example(rng, tokenizer):
     return {"prompt": prompt, "prompt_ids": ids, "answer": str(a + b)[::-1]}
 
 
-def imitate(model, optimizer, rng, tokenizer):
-    """A step on 64 right answers."""
-    sequences = []
-    for _ in range(64):
-        example = sum_example(rng, tokenizer)
-        ids = tokenizer.encode(example["answer"])
-        sequences.append(dppo.Sequence(example["prompt_ids"], ids))
-    # Imitation is a policy gradient on given completions of advantage 1.
-    shares = torch.tensor([1 / (64 * len(ids)) for _, ids in sequences])
-    inputs = (sequences, torch.ones(64), shares, None, None, dppo.Config())
+def imitate(model, optimizer, sequences):
+    """A step that makes sequences more likely: a policy gradient on completions of advantage 1."""
+    n = len(sequences)
+    shares = torch.tensor([1 / (n * len(ids)) for _, ids in sequences])
+    inputs = (sequences, torch.ones(n), shares, None, None, dppo.Config())
     dppo.train_step(model, optimizer, *inputs)
 
 
@@ -56,7 +51,12 @@ def prepare(task, config):
     accuracy = 0.0
     while accuracy < 0.5:
         for _ in range(25):
-            imitate(task.model, optimizer, rng, task.tokenizer)
+            sequences = []
+            for _ in range(64):
+                example = sum_example(rng, task.tokenizer)
+                ids = task.tokenizer.encode(example["answer"])
+                sequences.append(dppo.Sequence(example["prompt_ids"], ids))
+            imitate(task.model, optimizer, sequences)
         bar.update(25)
         accuracy = dppo.evaluate(task, config)["accuracy"]
     dppo.write_whole(START, lambda file: torch.save(task.model.state_dict(), file))

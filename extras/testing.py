@@ -382,6 +382,5 @@ def assert_same_run(one, other):
     assert all(map(torch.equal, saved["masters"], again["masters"]))
     memories = [[*values["memory"].values()] for values in (saved, again)]
     assert all(a.nan_to_num(-1).equal(b.nan_to_num(-1)) for a, b in zip(*memories))
-    may_differ = {"rollout_seconds", "seconds"}
     for record, same in zip(metrics(one), metrics(other), strict=True):
-        assert {name for name in record if record[name] != same.get(name)} <= may_differ
+        assert {name for name in record if record[name] != same.get(name)} <= {"seconds"}

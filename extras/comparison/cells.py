@@ -3,7 +3,7 @@
 import math
 import re
 
-from extras.comparison.statistics import differences, is_as_good, mean_of, ratios
+from extras.comparison.statistics import differences, is_as_good, mean_of
 
 
 def method(arm):
@@ -34,8 +34,9 @@ def difference_cells(measure, runs, control):
     return [accuracy, bracketed(difference, signed), is_as_good(difference)]
 
 
-def ratio_cell(measure, runs, control):
-    return "" if runs is control else bracketed(ratios(measure, runs, control))
+def compared_cell(compare, runs, control, show=plain):
+    """compare(runs, control), or nothing beside the control itself."""
+    return "" if runs is control else bracketed(compare(runs, control), show)
 
 
 def thousands(value):

@@ -5,13 +5,18 @@ It is drawn twice, for light and for dark pages, and legible if it is shown 500 
 
 import math
 from pathlib import Path
-from statistics import mean
 
 import torch
 
 import dppo
 from extras import plots
-from extras.comparison.statistics import T_QUANTILES, accuracies_at, times_of
+from extras.comparison.statistics import (
+    T_QUANTILES,
+    accuracies_at,
+    mean_of,
+    seconds_at_the_end,
+    times_of,
+)
 
 PATHS = {"light": Path(__file__).resolve().parent.parent / "pruning.png"}
 PATHS["dark"] = PATHS["light"].with_name("pruning-dark.png")
@@ -60,7 +65,7 @@ def draw_one_step(fig, step):
 # ==== Accuracy against seconds ====
 def band(runs):
     """Processor seconds, until the seeds' mean end -> the mean curve, and its t-interval."""
-    end = mean(run["curve"][-1][1] for run in runs.values())
+    end = mean_of(seconds_at_the_end, runs)
     times = [seconds for seconds in times_of(runs) if seconds < end] + [end]
     accuracies = accuracies_at(runs, times)
     middle = accuracies.mean(dim=0)

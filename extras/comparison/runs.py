@@ -58,9 +58,8 @@ def noting(rule_class):
 
 def task_of(name, config):
     """The task of an experiment."""
-    if name == "sums":
-        return sums.load_task(config)
-    return guess_or_pass.load_task(config) if name == "guess or pass" else dppo.load_task(config)
+    others = {"sums": sums.load_task, "guess or pass": guess_or_pass.load_task}
+    return others.get(name, dppo.load_task)(config)
 
 
 def train(name, settings, folder):

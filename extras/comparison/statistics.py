@@ -46,23 +46,22 @@ def mean_of(measure, runs):
     return mean(measure(run) for run in runs.values())
 
 
-def verdict(of_interval, bound, above, below):
-    """What it means that an interval lies above a bound, or below it."""
-    _, low, high = of_interval
-    if low > bound:
-        return above
-    return below if high < bound else "undecided"
-
-
 def is_as_good(difference):
-    """The verdict on a difference of accuracies."""
-    return verdict(difference, -0.02, "as good", "worse")
+    """The verdict on a difference of accuracies, by the interval around it."""
+    _, low, high = difference
+    if low > -0.02:
+        return "as good"
+    return "worse" if high < -0.02 else "undecided"
 
 
 # ==== One run ====
 def total(name):
     """A measure: one of a run's totals."""
     return lambda run: run["totals"][name]
+
+
+def seconds_at_the_end(run):
+    return run["curve"][-1][1]
 
 
 def accuracy_at_the_end(run):
@@ -141,8 +140,8 @@ def time_to(runs, level):
 def at_equal_time(runs, controls):
     """The mean difference of the accuracies after equal processor seconds, over the time until the
     arm of the shorter runs ends, with its t-interval over the seeds."""
-    ends = [mean(run["curve"][-1][1] for run in of_arm.values()) for of_arm in (runs, controls)]
-    times = torch.linspace(0, min(ends), 200).tolist()
+    end = min(mean_of(seconds_at_the_end, of_arm) for of_arm in (runs, controls))
+    times = torch.linspace(0, end, 200).tolist()
     gaps = accuracies_at(runs, times) - accuracies_at(controls, times)
     return interval(gaps.mean(dim=1).tolist())
 

@@ -11,11 +11,11 @@ from statistics import mean
 from extras.comparison.arms import SEEDS
 from extras.comparison.cells import (
     bracketed,
+    compared_cell,
     difference_cells,
     markdown,
     method,
     plain,
-    ratio_cell,
     rows_of,
     signed,
     thousands,
@@ -39,6 +39,7 @@ PAGES = (EXTRAS / "RESULTS.md", EXTRAS / "DETAILS.md")
 GROUP = 8  # completions of a prompt
 LEVELS = {"time": (0.75, 0.80, 0.84), "sums": (0.65, 0.70, 0.74)}
 SKIP = "grpo-skip"
+RATIO_OF_SECONDS = partial(ratios, total("processor_seconds"))
 
 
 # ==== Time, and Sums ====
@@ -48,8 +49,7 @@ def times(name, control, results):
     def cells(of_arm):
         row = []
         for level in levels:
-            is_control = of_arm is runs[control]
-            row.append("" if is_control else bracketed(time_ratio(of_arm, runs[control], level)))
+            row.append(compared_cell(partial(time_ratio, level=level), of_arm, runs[control]))
         return [*row, plain(time_to(of_arm, levels[-1]), 1)]
 
     head = [f"time to {level:.2f}, over `{control}`'s" for level in levels]
@@ -61,9 +61,8 @@ def ends(name, results):
 
     def cells(of_arm):
         row = difference_cells(accuracy_at_the_end, of_arm, runs[SKIP])
-        is_control = of_arm is runs[SKIP]
-        row.append("" if is_control else bracketed(at_equal_time(of_arm, runs[SKIP]), signed))
-        return [*row, ratio_cell(total("processor_seconds"), of_arm, runs[SKIP])]
+        row.append(compared_cell(at_equal_time, of_arm, runs[SKIP], signed))
+        return [*row, compared_cell(RATIO_OF_SECONDS, of_arm, runs[SKIP])]
 
     head = ["method", "accuracy at the end", f"minus `{SKIP}`'s", "verdict"]
     head += ["at equal time", f"time of the whole run, over `{SKIP}`'s"]
@@ -116,9 +115,8 @@ def rates(results):
 
     def cells(of_arm):
         row = [mean_of(total("steps"), of_arm), GROUP * mean_of(total("prompts_rolled"), of_arm)]
-        row = [*map(thousands, row), ratio_cell(total("processor_seconds"), of_arm, runs[SKIP])]
-        is_control = of_arm is runs[SKIP]
-        row.append("" if is_control else bracketed(time_ratio(of_arm, runs[SKIP], 0.75)))
+        row = [*map(thousands, row), compared_cell(RATIO_OF_SECONDS, of_arm, runs[SKIP])]
+        row.append(compared_cell(partial(time_ratio, level=0.75), of_arm, runs[SKIP]))
         return row + difference_cells(accuracy_at_the_end, of_arm, runs[SKIP])
 
     head = ["method", "steps", "completions", f"seconds of the run, over `{SKIP}`'s"]
@@ -162,9 +160,8 @@ def smollm2(results):
             clipped = mean_of(total("steps_clipped"), of_arm) / mean_of(total("steps"), of_arm)
             row = [norm, str(len(of_arm)), method(arm), f"{clipped:.0%}"]
             row.append(thousands(mean_of(until(0.3, GENERATED), of_arm)))
-            row += [
-                ratio_cell(until(0.3, column), of_arm, control) for column in (GENERATED, TRAINED)
-            ]
+            for column in (GENERATED, TRAINED):
+                row.append(compared_cell(partial(ratios, until(0.3, column)), of_arm, control))
             rows.append(row)
     return rows
 
