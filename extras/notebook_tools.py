@@ -4,24 +4,17 @@ Steps on one batch: gradients of single completions, weights that rules draw, an
 runs are to be drawn: rollouts of a live one, and means of saved ones.
 """
 
+import copy
 import math
 from collections import namedtuple
+from dataclasses import replace
 
 import pandas
 import torch
 
 import dppo
 from extras import plots
-from extras.comparison import picture, statistics
-from extras.proportional import Proportional
-
-
-class AnyPrompt(Proportional):
-    """Keeps as many prompts as our rule, all with the same pi."""
-
-    def prompt_probabilities(self):
-        pi = super().prompt_probabilities()
-        return torch.full_like(pi, pi.mean())
+from extras.comparison import cells, picture, statistics, tables
 
 
 # ==== Steps on one batch ====
@@ -98,15 +91,18 @@ class Gradients:
         away = away / (away @ self.products @ away).sqrt()
         return self.weights(steps) @ self.products @ away / self.whole.sqrt()
 
-    def row(self, drawn):
-        """What the notebook's table has of a rule."""
-        steps = drawn.weights
-        return {
-            "prompts rolled out": drawn.rolled_out.mean().item(),
-            "completions trained": (steps > 0).sum(dim=(1, 2)).double().mean().item(),
-            "a step: degrees off": self.degrees(steps).mean().item(),
-            "mean of 1,000: degrees off": self.degrees(steps.mean(dim=0)).item(),
-        }
+    def table(self, drawn):
+        """What the notebook's table has of some rules: {name: Drawn}."""
+        rows = {}
+        for name, (steps, rolled_out) in drawn.items():
+            rows[name] = {
+                "prompts rolled out": round(rolled_out.mean().item()),
+                "completions trained": round((steps > 0).sum().item() / len(steps)),
+                "one step: degrees off": self.degrees(steps).mean().item(),
+                "mean step: degrees off": self.degrees(steps.mean(dim=0)).item(),
+                "expected by chance": self.degrees_by_chance(steps),
+            }
+        return pandas.DataFrame.from_dict(rows, orient="index").round(2)
 
 
 def draw_cloud(batch, drawn, names):
@@ -120,48 +116,85 @@ def draw_cloud(batch, drawn, names):
 
 
 # ==== Groups, and one step ====
-def answers(task, sequences, rewards, G):
-    """(a line for each prompt) up to three different answers of its group, with their rewards."""
-    lines = []
-    for q, group in enumerate(rewards):
-        ids = [sequence.completion for sequence in sequences[q * G : (q + 1) * G]]
-        texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        told = [f"{text} ({reward:.0f})" for text, reward in zip(texts, group)]
-        lines.append(", ".join([*dict.fromkeys(told)][:3]))
-    return lines
+def table_of_groups(task, sequences, rewards):
+    """A group that is all right, two mixed ones, and one that is all wrong."""
+    G = rewards.shape[1]
+    right = rewards.sum(dim=1)
+    largest = dppo.group_advantages(rewards).abs().amax(dim=1)
+    rows = {}
+    for kind, number in ((right == G, 1), ((right > 0) & (right < G), 2), (right == 0, 1)):
+        for q in kind.nonzero()[:number, 0].tolist():
+            ids = [sequence.completion for sequence in sequences[q * G : (q + 1) * G]]
+            texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            told = [f"{text} ({reward:.0f})" for text, reward in zip(texts, rewards[q])]
+            rows[task.train[q]["prompt"]] = {
+                "two answers (reward)": ", ".join([*dict.fromkeys(told)][:2]),
+                f"right, of {G}": int(right[q]),
+                "largest |A|": round(largest[q].item(), 1),
+            }
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def draw_numbered_step(step, pi, window):
-    """A step as the loop numbers it: (N,) pi of the prompts in its window."""
+def draw_numbered_step(step, pi):
+    """The first step of a run as the loop numbers it: (all prompts,) pi."""
+    window = dppo.next_prompts(0, len(pi), 0, step.N)
     states = torch.full((step.A.shape[1], step.N), math.nan)
     for q, A, w in zip(step.prompts, step.A, step.weights[0]):
         states[:, (window == q).nonzero()[0]] = ((A != 0) * (1.0 + (w > 0))).float()[:, None]
     fig = plots.plt.figure(figsize=(8.4, 4.6))
-    plots.draw_step(fig, pi, states)
+    plots.draw_step(fig, pi[window], states)
     for ax, number in zip(fig.axes, ("1 and 2: ", "3 to 5: ")):
         ax.set_title(number + ax.get_title(loc="left"))
 
 
 # ==== Live runs ====
-def accuracy(task, config):
-    """The accuracy now, which leaves the random numbers of training as they are."""
-    with torch.random.fork_rng():
-        return dppo.evaluate(task, config)["accuracy"]
+class Run:
+    """A copy of a task's model in training: its steps, and its curve of [completions generated,
+    accuracy], with a point every 30 steps."""
+
+    def __init__(self, task, config, seed):
+        self.task = replace(task, model=copy.deepcopy(task.model))
+        self.config = config
+        self.optimizer = dppo.MasterAdam(self.task.model, config.learning_rate)
+        self.generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        self.steps, self.curve = [], []
+        self.looked_at = self.generated = 0
+        self.evaluate()
+
+    def evaluate(self):
+        with torch.random.fork_rng():  # which leaves the random numbers of training as they are
+            accuracy = dppo.evaluate(self.task, self.config)["accuracy"]
+        self.curve.append([self.generated, accuracy])
+
+    def add(self, step):
+        self.steps.append(step)
+        self.looked_at += step.N
+        self.generated += len(step.sequences)
+        if len(self.steps) % 30 == 0:
+            self.evaluate()
+
+    def gain(self):
+        """By how much the accuracy rose."""
+        return self.curve[-1][1] - self.curve[0][1]
+
+
+def draw_training(runs):
+    plots.draw_training({name: run.curve for name, run in runs.items()})
 
 
 def table_of_runs(runs, first=0):
     """What runs did in all steps, or in those after the first few."""
     rows = {}
-    for name, (steps, curve) in runs.items():
-        later = steps[first:]
-        teaches = torch.cat([step.A.any(dim=1) for step in later]).double()
+    for name, run in runs.items():
+        steps = run.steps[first:]
+        teach = torch.cat([step.A.any(dim=1) for step in steps]).double()
         rows[name] = {
-            "prompts looked at": sum(step.N for step in later),
-            "rolled out": len(teaches),
-            "of these with a gradient": f"{teaches.mean():.0%}",
-            "completions trained": sum(int((step.weights[0] != 0).sum()) for step in later),
-            "accuracy before": f"{curve[0][1]:.2f}",
-            "at the end": f"{curve[-1][1]:.2f}",
+            "prompts looked at": sum(step.N for step in steps),
+            "rolled out": len(teach),
+            "share of these that teach": round(teach.mean().item(), 2),
+            "completions trained": sum(int((step.weights[0] != 0).sum()) for step in steps),
+            "accuracy at the end": round(run.curve[-1][1], 2),
         }
     return pandas.DataFrame.from_dict(rows, orient="index")
 
@@ -173,7 +206,7 @@ def draw_visits(steps, task):
         numbers += [number] * len(step.prompts)
         prompts += step.prompts.tolist()
         teaches += step.A.any(dim=1).tolist()
-    digits = torch.tensor([len(example["answer"]) for example in task.train[:256]])
+    digits = torch.tensor([len(example["answer"]) for example in task.train])
     place = digits.argsort(stable=True).argsort()  # easy prompts below, hard ones above
     classes = {}
     for name, (_, low, high) in dppo.SORTING.items():
@@ -206,42 +239,46 @@ def draw_guessing(runs):
     plots.draw_guessing(lines)
 
 
-def draw_seconds(runs):
+OURS = "our rule (0.95, 0), 20 prompts"
+
+
+def draw_seconds(saved):
     """Accuracy against processor seconds, the mean over the seeds and its 95% interval."""
     curves = {}
-    for arm, of_seed in runs.items():
-        curves[arm] = (*picture.band(of_seed), colour_of(arm))
+    for arm in ("grpo", "grpo-skip", "dppo (0.7, 0.7)", OURS):
+        curves[arm] = (*picture.band(saved["time"][arm]), colour_of(arm))
     plots.draw_means(curves, "processor seconds", 85)
 
 
-def draw_ratios(runs, level):
-    """The time to a level, over grpo-skip's, of each arm."""
-    rows = {}
-    for arm, of_seed in runs.items():
-        if arm != "grpo-skip":
-            ratio = statistics.time_ratio(of_seed, runs["grpo-skip"], level)
-            rows[arm] = (*ratio, colour_of(arm))
-    plots.draw_ratios(rows, f"processor seconds to {level}, over grpo-skip's")
+def table_of_times(saved):
+    """The time to 0.84, and the accuracies at equal time and at the end, beside grpo-skip's."""
+    control = saved["time"]["grpo-skip"]
+    rows = [["method", "time to 0.84, over that of `grpo-skip`"]]
+    rows[0] += ["accuracy at equal time, minus its", "at the end"]
+    for arm in ("grpo", "dppo (0.7, 0.7)", OURS):
+        runs = saved["time"][arm]
+        time = cells.bracketed(statistics.time_ratio(runs, control, 0.84))
+        early = statistics.at_equal_time(runs, control)
+        late = statistics.differences(statistics.accuracy_at_the_end, runs, control)
+        told = [cells.bracketed(gap, cells.signed) for gap in (early, late)]
+        rows.append([cells.method(arm), time, *told])
+    return plots.table(rows)
 
 
-def halves(saved):
+def table_of_halves(saved):
     """For both tasks, how many groups were equal in the first steps, and what either half of the
     pruning did to the time of a whole run and to the accuracy at its end, beside grpo-skip."""
-    arms = {"completions: dppo (0, 0.7)": "dppo (0, 0.7)"}
-    arms["prompts: our rule (0.95, 0)"] = "our rule (0.95, 0), 20 prompts"
-    seconds = statistics.total("processor_seconds")
-    rows = {}
+    rows = [["task", "groups that are equal at first"]]
+    rows[0] += ["prompts pruned: our rule (0.95, 0)", "completions pruned: `dppo` (0, 0.7)"]
     for task, runs in (("digits", saved["time"]), ("sums", saved["sums"])):
         control = runs["grpo-skip"]
         equal = statistics.mean_of(statistics.total("zero_variance_of_first_steps"), control)
-        rows[task] = {"equal groups at first": f"{equal:.0%}"}
-        for name, arm in arms.items():
-            time = statistics.ratios(seconds, runs[arm], control)[0]
-            end = statistics.differences(statistics.accuracy_at_the_end, runs[arm], control)
-            verdict = statistics.is_as_good(end)
-            told = f"{time:.2f} of grpo-skip's time, accuracy {end[0]:+.3f} ({verdict})"
-            rows[task][name] = told
-    return pandas.DataFrame.from_dict(rows, orient="index").T
+        rows.append([task, f"{equal:.0%}"])
+        for arm in (OURS, "dppo (0, 0.7)"):
+            time = tables.RATIO_OF_SECONDS(runs[arm], control)[0]
+            end = statistics.differences(statistics.accuracy_at_the_end, runs[arm], control)[0]
+            rows[-1].append(f"{cells.plain(time)} of the time, {cells.signed(end)}")
+    return plots.table(rows)
 
 
 def by_completions(runs):
@@ -257,18 +294,32 @@ def by_completions(runs):
     return shortened
 
 
-def draw_smollm2(runs):
-    curves = {arm: (*picture.band(by_completions(runs[arm])), colour_of(arm)) for arm in runs}
+def draw_smollm2(saved):
+    """Accuracy against completions."""
+    curves = {}
+    for arm in ("grpo-skip", "dppo (0.7, 0)", "our rule (0.9, 0)"):
+        curves[arm] = (*picture.band(by_completions(saved["SmolLM2"][arm])), colour_of(arm))
     plots.draw_means(curves, "completions generated", 11_000)
 
 
 # ==== Packing ====
-def lengths_of(sequences):
-    """{index: tokens of a prompt with its completion}"""
-    return {i: len(sequence.prompt + sequence.completion) for i, sequence in enumerate(sequences)}
+def draw_packing(sequences, longest):
+    """Sequences, padded and packed -> the share of tokens that are not padding, of both."""
+    lengths = {i: len(s.prompt + s.completion) for i, s in enumerate(sequences)}
+    slots, density = {}, []
+    for name, those in (
+        ("padded", [[i] for i in lengths]),
+        ("packed", dppo.pack(lengths, longest)),
+    ):
+        room = max(sum(lengths[i] for i in slot) for slot in those)
+        density.append(sum(lengths.values()) / (len(those) * room))
+        slots[f"{name}: {density[-1]:.0%} tokens"] = those
+    plots.draw_packing(lengths, slots, longest)
+    return density
 
 
-def share_of_tokens(lengths, slots):
-    """The share of a batch that is not padding."""
-    room = max(sum(lengths[i] for i in slot) for slot in slots)
-    return sum(lengths.values()) / (len(slots) * room)
+def table_of_packing(saved):
+    rows = [["sequences", "tokens in the padded batch", "time packed, over padded"]]
+    for name, _, _, padded, time in tables.packing(saved)[1:]:
+        rows.append([name, f"{float(padded):.0%}", time])
+    return plots.table(rows)

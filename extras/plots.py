@@ -154,7 +154,7 @@ def draw_packing(lengths, kinds, longest):
         ax.set(ylim=(len(next(iter(kinds.values()))) - 0.4, -0.6))
         room = max(sum(lengths[i] for i in slot) for slot in slots)
         ax.axvline(room, color="0.5", linestyle=":")  # to which each row is filled up
-        ax.set_title(f"{title} to {room}", fontsize="medium")
+        ax.set_title(title, fontsize="medium")
     axes[0].set(ylabel="slots")
     blocks = []
     for place, i in enumerate(slots[0]):
@@ -189,14 +189,3 @@ def draw_means(curves, xlabel, end):
         ax.text(x, above, f" {name}", color=colour, va="center")
     ax.set(xlabel=xlabel, ylabel="accuracy, held-out prompts", xlim=(0, end))
     ax.set(ylim=(lowest - 0.5 * line, highest + (len(stopping) + 1) * line))
-
-
-def draw_ratios(rows, xlabel):
-    """A line for each interval of a ratio: {name: (ratio, low, high, colour)}."""
-    fig, ax = plt.subplots(figsize=(8.4, 0.8 + 0.4 * len(rows)))
-    for place, (ratio, low, high, colour) in enumerate(rows.values()):
-        ax.plot([low, high], [place, place], color=colour, linewidth=2)
-        ax.plot(ratio, place, "o", color=colour, markersize=8)
-    ax.axvline(1, color="0.7", linewidth=1, zorder=0)
-    ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
-    ax.set(xlabel=xlabel, xlim=(0, None))

@@ -33,8 +33,8 @@ def lines_of_code(source):
 
 def test_it_can_be_read_in_one_sitting():
     sizes = [lines_of_code(cell.source) for cell in cells("code")]
-    assert max(sizes) <= 25 and sum(sizes) <= 220
-    assert sum(len(cell.source.split()) for cell in cells("markdown")) <= 2600
+    assert max(sizes) <= 25 and sum(sizes) <= 140
+    assert sum(len(cell.source.split()) for cell in cells("markdown")) <= 2200
 
 
 def test_its_outputs_are_saved_and_none_is_an_error():
