@@ -304,22 +304,22 @@ def draw_smollm2(saved):
 
 # ==== Packing ====
 def draw_packing(sequences, longest):
-    """Sequences, padded and packed -> the share of tokens that are not padding, of both."""
+    """Sequences, padded and packed -> the share of padding, of both."""
     lengths = {i: len(s.prompt + s.completion) for i, s in enumerate(sequences)}
-    slots, density = {}, []
+    slots, padding = {}, []
     for name, those in (
         ("padded", [[i] for i in lengths]),
         ("packed", dppo.pack(lengths, longest)),
     ):
         room = max(sum(lengths[i] for i in slot) for slot in those)
-        density.append(sum(lengths.values()) / (len(those) * room))
-        slots[f"{name}: {density[-1]:.0%} tokens"] = those
+        padding.append(1 - sum(lengths.values()) / (len(those) * room))
+        slots[f"{name}: {padding[-1]:.0%} is padding"] = those
     plots.draw_packing(lengths, slots, longest)
-    return density
+    return padding
 
 
 def table_of_packing(saved):
-    rows = [["sequences", "tokens in the padded batch", "time packed, over padded"]]
-    for name, _, _, padded, time in tables.packing(saved)[1:]:
-        rows.append([name, f"{float(padded):.0%}", time])
+    rows = [["sequences", "padding, if not packed", "time packed, over padded"]]
+    for name, _, _, tokens, time in tables.packing(saved)[1:]:
+        rows.append([name, f"{1 - float(tokens):.0%}", time])
     return plots.table(rows)
