@@ -31,6 +31,7 @@ GRPO = {"grpo": {"method": "grpo"}} | SKIP
 
 # ==== Arms, by experiment; PLAN.md has a section on each ====
 TIME = GRPO | {
+    "grpo-skip, 20 prompts": {"method": "grpo-skip", "prompts_per_step": 20},
     "dppo (0.7, 0.7)": rates(0.7, 0.7),
     "dppo (0.7, 0.7), 13 prompts": rates(0.7, 0.7, prompts_per_step=13),
     "dppo (0.7, 0)": rates(0.7, 0.0),

@@ -20,6 +20,7 @@ Expectation = namedtuple("Expectation", "arm measure expected control", defaults
 
 DPPO, OURS = "dppo (0.7, 0.7)", "our rule (0.95, 0), 20 prompts"
 SMALL = "dppo (0.7, 0.7), 13 prompts"
+SKIP_20 = "grpo-skip, 20 prompts"
 TIME = [
     Expectation("grpo", "time to 0.75", (2.6, 3.0)),
     Expectation("grpo", "time to 0.80", (2.6, 3.0)),
@@ -44,6 +45,10 @@ TIME = [
     Expectation("CPPO, 128 prompts", "verdict", "undecided"),
     Expectation("GRESO", "verdict", "undecided"),
     Expectation("dppo (0.7, 0.7), all weights 1", "verdict", "undecided"),
+    Expectation(SKIP_20, "time of the run", (1.0, 1.15)),
+    Expectation(SKIP_20, "verdict", "as good"),
+    Expectation(SKIP_20, "time to 0.84", (0.7, 1.05)),
+    Expectation(OURS, "time to 0.84", (0.6, 1.0), SKIP_20),
 ]
 SUMS = [
     Expectation("dppo (0, 0.7)", "time to 0.70", (0.7, 0.85)),
