@@ -30,8 +30,9 @@ def rule_after(kind, rewards, r_q, r_o):
 Drawn = namedtuple("Drawn", "weights rolled_out")  # (steps, n, G); (steps,) numbers of prompts
 
 
-def draw_steps(rule, A, number=1000):
-    """Many steps that a rule draws on one batch, with (n, G) advantages -> Drawn."""
+def draw_steps(rule, A):
+    """1,000 steps that a rule draws on one batch, with (n, G) advantages -> Drawn."""
+    number = 1000
     generator = torch.Generator().manual_seed(0)
     weights = torch.zeros(number, *A.shape, dtype=torch.float64)
     rolled_out = torch.zeros(number, dtype=torch.float64)
@@ -82,7 +83,7 @@ class Gradients:
         """How far the mean of steps is off, if they are unbiased: their scatter over the root of
         their number."""
         variance = self.square(steps).mean() - self.square(steps.mean(dim=0))[0]
-        return torch.rad2deg((variance.clamp(min=0) / len(steps)).sqrt().atan()).item()
+        return torch.rad2deg((variance / len(steps)).sqrt().atan()).item()
 
     def aside(self, steps, biased):
         """(steps,) the part in the direction in which the gradient of a biased step, with (n, G)
@@ -100,16 +101,14 @@ class Gradients:
                 "completions trained": round((steps > 0).sum().item() / len(steps)),
                 "one step: degrees off": self.degrees(steps).mean().item(),
                 "mean step: degrees off": self.degrees(steps.mean(dim=0)).item(),
-                "expected by chance": self.degrees_by_chance(steps),
             }
         return pandas.DataFrame.from_dict(rows, orient="index").round(2)
 
 
-def draw_cloud(batch, drawn, names):
+def draw_cloud(batch, drawn):
     """The steps of some rules, the first of which scatters most."""
     clouds = {}
-    for name in names:
-        steps = drawn[name].weights
+    for name, (steps, _) in drawn.items():
         aside = batch.aside(steps, drawn["Literal"].weights[0])
         clouds[name] = (batch.along(steps), aside, colour_of(name))
     plots.draw_cloud(clouds)
@@ -265,22 +264,6 @@ def table_of_times(saved):
     return plots.table(rows)
 
 
-def table_of_halves(saved):
-    """For both tasks, how many groups were equal in the first steps, and what either half of the
-    pruning did to the time of a whole run and to the accuracy at its end, beside grpo-skip."""
-    rows = [["task", "groups that are equal at first"]]
-    rows[0] += ["prompts pruned: our rule (0.95, 0)", "completions pruned: `dppo` (0, 0.7)"]
-    for task, runs in (("digits", saved["time"]), ("sums", saved["sums"])):
-        control = runs["grpo-skip"]
-        equal = statistics.mean_of(statistics.total("zero_variance_of_first_steps"), control)
-        rows.append([task, f"{equal:.0%}"])
-        for arm in (OURS, "dppo (0, 0.7)"):
-            time = tables.RATIO_OF_SECONDS(runs[arm], control)[0]
-            end = statistics.differences(statistics.accuracy_at_the_end, runs[arm], control)[0]
-            rows[-1].append(f"{cells.plain(time)} of the time, {cells.signed(end)}")
-    return plots.table(rows)
-
-
 def by_completions(runs):
     """Runs whose curves count completions in place of seconds, until the first run ends."""
     curves = {}
@@ -319,7 +302,7 @@ def draw_packing(sequences, longest):
 
 
 def table_of_packing(saved):
-    rows = [["sequences", "padding, if not packed", "time packed, over padded"]]
+    rows = [["sequences", "padding, if not packed", "time packed, over time padded"]]
     for name, _, _, tokens, time in tables.packing(saved)[1:]:
         rows.append([name, f"{1 - float(tokens):.0%}", time])
-    return plots.table(rows)
+    return plots.table(rows[:3])  # without Llama
