@@ -31,7 +31,6 @@ GRPO = {"grpo": {"method": "grpo"}} | SKIP
 
 # ==== Arms, by experiment; PLAN.md has a section on each ====
 TIME = GRPO | {
-    "grpo-skip, 20 prompts": {"method": "grpo-skip", "prompts_per_step": 20},
     "dppo (0.7, 0.7)": rates(0.7, 0.7),
     "dppo (0.7, 0.7), 13 prompts": rates(0.7, 0.7, prompts_per_step=13),
     "dppo (0.7, 0)": rates(0.7, 0.0),
@@ -44,6 +43,11 @@ TIME = GRPO | {
     "CPPO, 128 prompts": rival("CPPO", prompts_per_step=128),
     "GRESO": rival("GRESO"),
     "dppo (0.7, 0.7), all weights 1": rival("WeightOne"),
+}
+CONTROLS = SKIP | {
+    "grpo-skip, 20 prompts": {"method": "grpo-skip", "prompts_per_step": 20},
+    "our rule (0.9, 0)": ours(0.9, 0.0),
+    "our rule (0.95, 0), 20 prompts": ours(0.95, 0.0, prompts_per_step=20),
 }
 SUMS = GRPO | {
     "dppo (0.7, 0.7)": rates(0.7, 0.7),
@@ -73,15 +77,16 @@ GUESSES = {
     "dppo (0.7, 0.7), unweighted": rival("Unweighted"),
     "CPPO, 32 prompts": rival("CPPO"),
 }
-ARMS = {"time": TIME, "sums": SUMS, "rates": RATES, "digits": DIGITS | OURS}
-ARMS |= {"digits, new seeds": SKIP | OURS, "guess or pass": GUESSES}
+ARMS = {"time": TIME, "time, controls": CONTROLS, "sums": SUMS, "rates": RATES}
+ARMS |= {"digits": DIGITS | OURS, "digits, new seeds": SKIP | OURS, "guess or pass": GUESSES}
 
 EPOCHS = {"epochs": 15.0, "eval_every": 0, "save_every": 0}
 STEPS = {"steps": 250, "eval_every": 25, "save_every": 0}
-SETTINGS = {"time": EPOCHS, "sums": EPOCHS | sums.SETTINGS, "rates": EPOCHS}
+SETTINGS = {"time": EPOCHS, "time, controls": EPOCHS, "rates": EPOCHS}
+SETTINGS |= {"sums": EPOCHS | sums.SETTINGS}
 SETTINGS |= {"digits": STEPS, "digits, new seeds": STEPS, "guess or pass": guess_or_pass.SETTINGS}
 
-SEEDS = {"time": range(8, 16), "sums": range(8), "rates": range(8)}
+SEEDS = {"time": range(8, 16), "time, controls": range(8, 16), "sums": range(8), "rates": range(8)}
 SEEDS |= {"digits": range(8), "digits, new seeds": range(8, 16), "guess or pass": range(8)}
 
 

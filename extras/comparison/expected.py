@@ -45,6 +45,8 @@ TIME = [
     Expectation("CPPO, 128 prompts", "verdict", "undecided"),
     Expectation("GRESO", "verdict", "undecided"),
     Expectation("dppo (0.7, 0.7), all weights 1", "verdict", "undecided"),
+]
+CONTROLS = [
     Expectation(SKIP_20, "time of the run", (1.0, 1.15)),
     Expectation(SKIP_20, "verdict", "as good"),
     Expectation(SKIP_20, "time to 0.84", (0.7, 1.05)),
@@ -62,7 +64,7 @@ SUMS = [
     Expectation("dppo (0.7, 0)", "time to 0.70", (1.0, 1.4)),
     Expectation("dppo (0.7, 0)", "accuracy", (-0.09, -0.04)),
 ]
-EXPECTED = {"time": TIME, "sums": SUMS}
+EXPECTED = {"time": TIME, "time, controls": CONTROLS, "sums": SUMS}
 
 
 def found(runs, expectation):
