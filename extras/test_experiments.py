@@ -408,6 +408,18 @@ def sentences_about_time(saved):
     yield expectations_met("time", saved)
 
 
+def sentences_about_controls(saved):
+    runs = saved["time, controls"]
+    *_, end = numbers(runs)
+    small, skip = runs[expected.SKIP_20], runs["grpo-skip"]
+    yield f"takes {cells.bracketed(tables.RATIO_OF_SECONDS(small, skip))} of `grpo-skip`'s time"
+    gap = cells.bracketed(statistics.at_equal_time(small, skip), cells.signed)
+    yield f"differs by {end(expected.SKIP_20)} at the end, and by {gap} at equal time"
+    lead = cells.bracketed(statistics.at_equal_time(runs[OURS], small), cells.signed)
+    yield f"our rule is ahead of it by {lead}".replace("+", "")
+    yield expectations_met("time, controls", saved)
+
+
 def sentences_about_sums(saved):
     runs = saved["sums"]
     time_to, _, end = numbers(runs)
@@ -466,7 +478,8 @@ def sentences_about_packing(saved):
     yield f"| {min(ratios):.2f} to {max(ratios):.2f} of padding's time |"
 
 
-SENTENCES = {"time": sentences_about_time, "sums": sentences_about_sums}
+SENTENCES = {"time": sentences_about_time, "time, controls": sentences_about_controls}
+SENTENCES |= {"sums": sentences_about_sums}
 SENTENCES |= {"digits": sentences_about_digits, "rates": sentences_about_rates}
 SENTENCES |= {"packing": sentences_about_packing, "SmolLM2": sentences_about_smollm2}
 

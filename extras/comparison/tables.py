@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from extras.comparison.arms import SEEDS
+from extras.comparison.arms import ARMS, SEEDS
 from extras.comparison.cells import (
     bracketed,
     compared_cell,
@@ -220,7 +220,8 @@ TABLES = {
 }
 for name in LEVELS:
     TABLES[f"{name}, over grpo-skip"] = (name, partial(times, name, SKIP))
-    TABLES[f"{name}, over grpo"] = (name, partial(times, name, "grpo"))
+    if "grpo" in ARMS[name]:
+        TABLES[f"{name}, over grpo"] = (name, partial(times, name, "grpo"))
     TABLES[f"{name}, ends"] = (name, partial(ends, name))
     TABLES[f"{name}, costs"] = (name, partial(costs, name))
     TABLES[f"{name}, seeds"] = (name, partial(by_seed, name))
