@@ -26,7 +26,7 @@ from extras.comparison.cells import markdown
 STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
 # One colour for a method, wherever it is drawn. (On a dark page, grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
-COLOURS |= {"with memory": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
+COLOURS |= {"with memory": "#CC79A7", "other": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
 COLOURS |= {"GRESO": "#56B4E9", "Uniform": "#56B4E9", "Unweighted": "#8C510A"}
 
 
@@ -75,8 +75,9 @@ def draw_rollouts(numbers, places, teaches, classes):
     colours = ListedColormap([STATES["no gradient (A = 0)"], COLOURS["our rule"]])
     drawn = ax.scatter(numbers, places, c=teaches, s=10, marker="s", cmap=colours)
     for middle, text in classes.values():
-        ax.text(123, middle, text, va="center")
-    ax.set(xlabel="step", xlim=(0, 121), ylabel="prompts, by number of digits", yticks=[])
+        ax.text(1.03 * numbers[-1], middle, text, va="center")
+    ax.set(xlabel="step", xlim=(0, 1.01 * numbers[-1]))
+    ax.set(ylabel="prompts, by number of digits", yticks=[])
     ax.set_title("Prompts that teach are rolled out more often than the others")
     names = ["no gradient (A = 0)", "a gradient"]
     fig.legend(drawn.legend_elements()[0], names, loc="outside lower center", ncols=2)
@@ -97,13 +98,13 @@ def label_ends(ax, ends, gap):
 
 
 def draw_training(curves):
-    """Accuracy against completions generated: {name: [(completions, accuracy)]}."""
+    """Accuracy against completions generated: {name: ([(completions, accuracy)], colour)}."""
     fig, ax = plt.subplots()
     ends = {}
-    for name, curve in curves.items():
+    for name, (curve, colour) in curves.items():
         x, y = zip(*curve)
-        ax.plot(x, y, "o-", color=COLOURS[name], markersize=4, linewidth=2)
-        ends[name] = (x[-1], y[-1], COLOURS[name])
+        ax.plot(x, y, "o-", color=colour, markersize=4, linewidth=2)
+        ends[name] = (x[-1], y[-1], colour)
     label_ends(ax, ends, 0.03)
     ax.set(xlabel="completions generated", ylabel="accuracy, held-out prompts")
 
@@ -123,7 +124,7 @@ def draw_cloud(clouds):
     pad = 0.06 * (high - low)
     (left, bottom), (right, top) = (low - pad).tolist(), (high + pad).tolist()
     ax.set(xlim=(left, right), ylim=(bottom, top))
-    ax.set(xlabel="along the full gradient", ylabel="in the direction of Literal's bias")
+    ax.set(xlabel="along the full gradient", ylabel="where Literal turns")
     fig.legend(loc="outside upper center", ncols=len(clouds) + 1)
 
 
@@ -165,8 +166,8 @@ def draw_packing(lengths, kinds, longest):
     axes[-1].set_title("mask of the first slot", fontsize="medium")
 
 
-def draw_means(curves, xlabel, end):
-    """Mean accuracies with their bands: {name: (x, mean, low, high, colour)}, until x = end. The
+def draw_means(curves, xlabel, end, ylabel):
+    """Mean curves with their bands: {name: (x, mean, low, high, colour)}, until x = end. The
     name of a line that stops before is above its end, and of another beside it."""
     fig, ax = plt.subplots(figsize=(8.4, 4.8))
     stopping, beside = [], {}
@@ -187,5 +188,5 @@ def draw_means(curves, xlabel, end):
         above = highest + (place + 1) * line
         ax.plot([x, x], [y, above], color=colour, linewidth=0.8)
         ax.text(x, above, f" {name}", color=colour, va="center")
-    ax.set(xlabel=xlabel, ylabel="accuracy, held-out prompts", xlim=(0, end))
+    ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, end))
     ax.set(ylim=(lowest - 0.5 * line, highest + (len(stopping) + 1) * line))
