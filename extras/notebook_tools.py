@@ -232,7 +232,9 @@ def draw_guessing(runs):
     """The share of guesses in each run."""
     lines = {}
     for arm, of_seed in runs.items():
-        rows = [[[point[0], point[GUESSES]] for point in run["curve"]] for run in of_seed.values()]
+        rows = []
+        for run in of_seed.values():
+            rows.append([[point[0], point[GUESSES]] for point in run["curve"]])
         steps, guesses = torch.tensor(rows, dtype=torch.float64).unbind(dim=2)
         lines[arm] = (steps[0], guesses, colour_of(arm))
     plots.draw_guessing(lines)
@@ -292,15 +294,13 @@ def draw_smollm2(saved):
 def draw_packing(sequences, longest):
     """Sequences, padded and packed -> the share of padding, of both."""
     lengths = {i: len(s.prompt + s.completion) for i, s in enumerate(sequences)}
-    slots, padding = {}, []
-    for name, those in (
-        ("padded", [[i] for i in lengths]),
-        ("packed", dppo.pack(lengths, longest)),
-    ):
-        room = max(sum(lengths[i] for i in slot) for slot in those)
-        padding.append(1 - sum(lengths.values()) / (len(those) * room))
-        slots[f"{name}: {padding[-1]:.0%} is padding"] = those
-    plots.draw_packing(lengths, slots, longest)
+    kinds = {"padded": [[i] for i in lengths], "packed": dppo.pack(lengths, longest)}
+    titled, padding = {}, []
+    for name, slots in kinds.items():
+        used = [sum(lengths[i] for i in slot) for slot in slots]
+        padding.append(1 - sum(used) / (len(slots) * max(used)))
+        titled[f"{name}: {padding[-1]:.0%} is padding"] = slots
+    plots.draw_packing(lengths, titled, longest)
     return padding
 
 
