@@ -1,7 +1,7 @@
 """What the notebook computes without showing how.
 
-Steps on one batch: gradients of single completions, weights that rules draw, and angles. Then what
-runs are to be drawn: rollouts of a live one, and means of saved ones.
+Steps on one batch: gradients of single completions, weights that rules draw, and angles. Then live
+runs, and pictures and tables of live and of saved ones.
 """
 
 import copy
@@ -83,7 +83,7 @@ class Gradients:
         """How far the mean of steps is off, if they are unbiased: their scatter over the root of
         their number."""
         variance = self.square(steps).mean() - self.square(steps.mean(dim=0))[0]
-        return torch.rad2deg((variance / len(steps)).sqrt().atan()).item()
+        return torch.rad2deg((variance.clamp(min=0) / len(steps)).sqrt().atan()).item()
 
     def aside(self, steps, biased):
         """(steps,) the part in the direction in which the gradient of a biased step, with (n, G)
@@ -158,18 +158,21 @@ class Run:
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.steps, self.curve = [], []
-        self.looked_at = self.generated = 0
         self.evaluate()
+
+    @property
+    def looked_at(self):
+        """How many prompts the steps have looked at."""
+        return sum(step.N for step in self.steps)
 
     def evaluate(self):
         with torch.random.fork_rng():  # which leaves the random numbers of training as they are
             accuracy = dppo.evaluate(self.task, self.config)["accuracy"]
-        self.curve.append([self.generated, accuracy])
+        generated = sum(len(step.sequences) for step in self.steps)
+        self.curve.append([generated, accuracy])
 
     def add(self, step):
         self.steps.append(step)
-        self.looked_at += step.N
-        self.generated += len(step.sequences)
         if len(self.steps) % 30 == 0:
             self.evaluate()
 
