@@ -16,7 +16,7 @@ are. To use the trainer, put a file into the folder of dppo.py and start it with
 
 The method may also be "extras.proportional:Proportional" or a rule of your own. The expected
 gradient is the gradient of TRL's loss on the whole window, as long as `entropy_coef` and
-`top_entropy_quantile` keep their defaults. Seven things differ from dppo.py:
+`top_entropy_quantile` keep their defaults. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is B
@@ -31,6 +31,7 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
    out. All other metrics, such as the lengths, are TRL's, and describe the rows that TRL has.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
    is a mean over the rows that are trained, and would be biased.
+8. A rule gets a Rollout without sequences, so it sees no texts and no log-probabilities.
 
 So far it has run on CPUs only, in one process and in two.
 
@@ -40,13 +41,14 @@ G  completions of a prompt              m  mean length of completions in earlier
                                            tokens, so without the tokens of tools
 """
 
+import copy
 import math
 
 import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import RULES, Config, Rule, find, group_advantages, require
+from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require
 
 
 class WindowSampler(RepeatSampler):
@@ -107,7 +109,9 @@ class DPPOTrainer(GRPOTrainer):
         is_fine = group and loss and self.beta == 0 and self.num_iterations == 1
         needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, rewards scaled by group"
         require(is_fine, f"needs {needs}")
-        require(not self.aux_loss_enabled, "needs router_aux_loss_coef 0: that loss has no weights")
+        told = "needs router_aux_loss_coef 0, because 1/pi does not weight the router's loss"
+        require(not self.aux_loss_enabled, told)
+        require(self.args.shuffle_dataset, "needs shuffle_dataset, as each pass is shuffled anew")
         G = self.num_generations
         settings = {"group_size": G, "prompts_per_step": self.args.generation_batch_size // G}
         # The rule asks whether advantages are divided by the standard deviation.
@@ -115,9 +119,10 @@ class DPPOTrainer(GRPOTrainer):
         pruning = pruning or {}
         rule_class = find("method", pruning.get("method", "dppo"), RULES)
         has_usual_step = rule_class.step is Rule.step
-        require(has_usual_step, f"{rule_class.__name__} has a step of its own, unlike TRL's")
+        require(has_usual_step, f"{rule_class.__name__} overrides step(), which TRL never calls")
         config = Config(**settings, **rule_class.defaults | pruning)
-        self.windows = WindowSampler(self, rule_class(config, len(self.train_dataset)))
+        self.windows = WindowSampler(self, rule_class(config, self.train_dataset))
+        self.candidates = 0  # so far
         # Otherwise a resumed run would skip batches, and leave their weights in the queue.
         self.args.ignore_data_skip = True
 
@@ -140,7 +145,8 @@ class DPPOTrainer(GRPOTrainer):
 
         # 2. Prune completions.
         rule = self.windows.rule
-        w_qi = rule.prune_completions(A.clone(), w_q.clone(), self.windows.generator)
+        rollout = Rollout(prompts, w_q, None, rewards, lengths, A)
+        w_qi = rule.prune_completions(copy.deepcopy(rollout), self.windows.generator)
         w = w_q[:, None] * w_qi  # (K, G)
 
         # 3. All processes must train the same number of rows, a multiple of TRL's batches.
@@ -160,7 +166,7 @@ class DPPOTrainer(GRPOTrainer):
         scale = 1 if self.loss_type == "dapo" else processes * count / total
         batch["advantages"] = (scale * w_of * A_of).to(batch["advantages"])
         length = w_q @ lengths.mean(dim=1) / w_q.sum()  # of the window, estimated
-        m = rule.memory["mean_length"] or length
+        m = rule.memory["mean_length"].nan_to_num(length.item())
         batch["num_items_in_batch"] = (total * m).to(batch["advantages"])
         rows = rows.to(batch["advantages"].device)
         for name, value in batch.items():
@@ -168,11 +174,13 @@ class DPPOTrainer(GRPOTrainer):
                 batch[name] = value[rows]
 
         # 5. Log, and remember.
+        self.candidates += N
         self._metrics["train"]["prompts_seen"].append(N)
+        self._metrics["train"]["passes"].append(self.candidates / len(self.train_dataset))
         self._metrics["train"]["rollout_worth"].append(worth)
         self.log_rewards(by_function, rewards, A, w_q)
         rule.memory["mean_length"] = 0.9 * m + 0.1 * length
-        rule.remember(prompts, rewards, A)
+        rule.remember(rollout)
         return batch
 
     def rollout_of(self, prompts, batch):

@@ -10,7 +10,7 @@ import string
 from dataclasses import replace
 
 import dppo
-from extras.sums import imitate
+from extras.sums import demonstrated, imitate
 
 SETTINGS = {"steps": 100, "eval_every": 10, "save_every": 0, "eval_samples": 8}
 SETTINGS |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
@@ -34,7 +34,7 @@ def demonstration(rng, tokenizer):
         answer = ""
         for digit in example["answer"]:
             answer += rng.choice(string.digits) if rng.random() < noise else digit
-    return dppo.Sequence(example["prompt_ids"], tokenizer.encode(answer))
+    return demonstrated(example["prompt_ids"], tokenizer.encode(answer))
 
 
 def reward(prompts, completions, answer, **columns):

@@ -18,27 +18,33 @@ from extras.comparison import cells, picture, statistics, tables
 
 
 # ==== Steps on one batch ====
+def visit(rule, rewards):
+    """One visit of a rule to each prompt, with these (n, G) rewards."""
+    rule.remember(picture.graded(torch.arange(len(rewards)), rewards))
+
+
 def rule_after(kind, rewards, r_q, r_o):
     """A rule that remembers one visit to each prompt, with these (n, G) rewards. Its window is as
     long as it may be."""
     rates = {"prompt_prune_rate": r_q, "completion_prune_rate": r_o}
-    rule = kind(dppo.configure(**rates, prompts_per_step=10_000), len(rewards))
-    rule.remember(torch.arange(len(rewards)), rewards, dppo.group_advantages(rewards))
+    rule = kind(dppo.configure(**rates, prompts_per_step=10_000), examples=rewards)  # as many
+    visit(rule, rewards)
     return rule
 
 
 Drawn = namedtuple("Drawn", "weights rolled_out")  # (steps, n, G); (steps,) numbers of prompts
 
 
-def draw_steps(rule, A):
-    """1,000 steps that a rule draws on one batch, with (n, G) advantages -> Drawn."""
+def draw_steps(rule, rewards):
+    """1,000 steps that a rule draws on one batch, with (n, G) rewards -> Drawn."""
     number = 1000
     generator = torch.Generator().manual_seed(0)
-    weights = torch.zeros(number, *A.shape, dtype=torch.float64)
+    weights = torch.zeros(number, *rewards.shape, dtype=torch.float64)
     rolled_out = torch.zeros(number, dtype=torch.float64)
     for step in range(number):
-        _, prompts, w_q = rule.prune_prompts(torch.arange(len(A)), generator)
-        w_qi = rule.prune_completions(A[prompts], w_q, generator)
+        _, prompts, w_q = rule.prune_prompts(torch.arange(len(rewards)), generator)
+        rollout = picture.graded(prompts, rewards[prompts], w_q)
+        w_qi = rule.prune_completions(rollout, generator)
         weights[step, prompts] = w_q[:, None] * w_qi
         rolled_out[step] = len(prompts)
     return Drawn(weights, rolled_out)
@@ -137,8 +143,9 @@ def table_of_groups(task, sequences, rewards):
 def draw_numbered_step(step, pi):
     """The first step of a run as the loop numbers it: (all prompts,) pi."""
     window = dppo.next_prompts(0, len(pi), 0, step.N)
-    states = torch.full((step.A.shape[1], step.N), math.nan)
-    for q, A, w in zip(step.prompts, step.A, step.weights[0]):
+    rollout = step.rollout
+    states = torch.full((rollout.A.shape[1], step.N), math.nan)
+    for q, A, w in zip(rollout.prompts, rollout.A, step.weights[0]):
         states[:, (window == q).nonzero()[0]] = ((A != 0) * (1.0 + (w > 0))).float()[:, None]
     fig = plots.plt.figure(figsize=(8.4, 4.6))
     plots.draw_step(fig, pi[window], states)
@@ -168,7 +175,7 @@ class Run:
     def evaluate(self):
         with torch.random.fork_rng():  # which leaves the random numbers of training as they are
             accuracy = dppo.evaluate(self.task, self.config)["accuracy"]
-        generated = sum(len(step.sequences) for step in self.steps)
+        generated = sum(len(step.rollout.sequences) for step in self.steps)
         self.curve.append([generated, accuracy])
 
     def add(self, step):
@@ -190,7 +197,7 @@ def table_of_runs(runs, first=0):
     rows = {}
     for name, run in runs.items():
         steps = run.steps[first:]
-        teach = torch.cat([step.A.any(dim=1) for step in steps]).double()
+        teach = torch.cat([step.rollout.A.any(dim=1) for step in steps]).double()
         rows[name] = {
             "prompts looked at": sum(step.N for step in steps),
             "rolled out": len(teach),
@@ -205,9 +212,9 @@ def draw_visits(steps, task):
     """Each rollout of a prompt of a run as a mark."""
     numbers, prompts, teaches = [], [], []
     for number, step in enumerate(steps, 1):
-        numbers += [number] * len(step.prompts)
-        prompts += step.prompts.tolist()
-        teaches += step.A.any(dim=1).tolist()
+        numbers += [number] * len(step.rollout.prompts)
+        prompts += step.rollout.prompts.tolist()
+        teaches += step.rollout.A.any(dim=1).tolist()
     digits = torch.tensor([len(example["answer"]) for example in task.train])
     place = digits.argsort(stable=True).argsort()  # easy prompts below, hard ones above
     classes = {}

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
 from extras.comparison import results
 from extras.comparison.statistics import interval_of_ratios
+from extras.sums import demonstrated
 
 PAIRS = 8
 
@@ -37,7 +38,7 @@ def density(sequences, config):
     indices = range(len(sequences))
     micro_batches = dppo.pack_micro_batches(sequences, indices, config)
     places = sum(dppo.lay_out(sequences, slots)[..., 0].numel() for slots in micro_batches)
-    return sum(len(prompt) + len(ids) for prompt, ids in sequences) / places
+    return sum(len(s.prompt) + len(s.completion) for s in sequences) / places
 
 
 def timed(model, sequences, advantages, config):
@@ -69,8 +70,11 @@ def digits():
     config = dppo.configure()
     task = dppo.load_task(config)
     torch.manual_seed(0)
-    sequences, rewards = dppo.rollout(task, task.train[:512], 8, config)
-    left = dppo.DPPO(config, 512).completion_probabilities(dppo.group_advantages(rewards), None)
+    examples = task.train[:512]
+    sequences, rewards = dppo.sample_and_grade(task, examples, 8, config)
+    A = dppo.group_advantages(rewards)
+    rollout = dppo.Rollout(torch.arange(512), torch.ones(512), sequences, rewards, None, A)
+    left = dppo.DPPO(config, examples).completion_probabilities(rollout)
     kept = left.flatten().bernoulli().nonzero()[:, 0].tolist()
     result = compare("digits, as grpo trains", task.model, sequences[:256], torch.randn(256))
     kept = [sequences[i] for i in kept]
@@ -88,7 +92,7 @@ def answers(path):
         length = round(rng.lognormvariate(middle, math.sqrt(variance)))
         if 20 <= length <= 400:
             ids = rng.choices(vocabulary, k=60 + length)
-            sequences.append(dppo.Sequence(ids[:60], ids[60:]))
+            sequences.append(demonstrated(ids[:60], ids[60:]))
     name = f"{model.config.model_type}, {model.num_parameters() // 10**6}M"
     return compare(name, model, sequences, torch.randn(24))
 

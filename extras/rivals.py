@@ -33,7 +33,7 @@ import math
 import torch
 
 import dppo
-from dppo import DPPO, Rule, Step, draw, group_advantages, rollout
+from dppo import DPPO, Rollout, Rule, Step, draw, group_advantages, sample_and_grade
 
 
 class Uniform(DPPO):
@@ -43,8 +43,8 @@ class Uniform(DPPO):
     def prompt_probabilities(self):
         return torch.ones(self.prompt_count, dtype=torch.float64)
 
-    def completion_probabilities(self, advantages, prompt_weights):
-        pi = super().completion_probabilities(advantages, prompt_weights)
+    def completion_probabilities(self, rollout):
+        pi = super().completion_probabilities(rollout)
         needed = pi > 0
         return needed * pi.sum() / needed.sum().clamp(min=1)
 
@@ -56,20 +56,20 @@ class Unweighted(DPPO):
         self.N, prompts, w_q = super().prune_prompts(upcoming, generator)
         return self.N, prompts, w_q
 
-    def prune_completions(self, advantages, prompt_weights, generator):
-        kept = super().prune_completions(advantages, prompt_weights, generator) > 0
+    def prune_completions(self, rollout, generator):
+        kept = super().prune_completions(rollout, generator) > 0
         # In the loss, w_q w_qi/(N G) is then 1 over the number kept. (w_q itself stays, for the
         # records, which estimate means over the window.)
-        candidates = self.N * advantages.shape[1]
-        return kept * candidates / kept.sum().clamp(min=1) / prompt_weights[:, None]
+        candidates = self.N * rollout.A.shape[1]
+        return kept * candidates / kept.sum().clamp(min=1) / rollout.w_q[:, None]
 
 
 class WeightOne(DPPO):
     """Prunes as DPPO does, but gives weight 1 to all that it keeps, and still divides by N G."""
 
-    def prune_completions(self, advantages, prompt_weights, generator):
-        kept = super().prune_completions(advantages, prompt_weights, generator) > 0
-        return kept / prompt_weights[:, None]  # so that w_q w_qi is 1
+    def prune_completions(self, rollout, generator):
+        kept = super().prune_completions(rollout, generator) > 0
+        return kept / rollout.w_q[:, None]  # so that w_q w_qi is 1
 
 
 def without_the_lowest(scores, rate):
@@ -90,9 +90,9 @@ class Literal(DPPO):
         prompts = upcoming[kept & in_window]
         return int(in_window.sum()), prompts, weights[prompts]
 
-    def prune_completions(self, advantages, prompt_weights, generator):
-        needed = dppo.has_gradient(advantages, self.config.beta)
-        scores = torch.where(needed, advantages.abs(), math.nan)
+    def prune_completions(self, rollout, generator):
+        needed = dppo.has_gradient(rollout.A, self.config.beta)
+        scores = torch.where(needed, rollout.A.abs(), math.nan)
         return needed * without_the_lowest(scores, self.config.completion_prune_rate)
 
 
@@ -100,13 +100,14 @@ class CPPO(Rule):
     """Trains the k = floor((1 - r_o) G) completions of each group with the largest |A|, at least
     one of them."""
 
-    def prune_completions(self, advantages, prompt_weights, generator):
-        G = advantages.shape[1]
+    def prune_completions(self, rollout, generator):
+        A = rollout.A
+        G = A.shape[1]
         k = max(1, math.floor((1 - self.config.completion_prune_rate) * G + 1e-9))
-        largest = advantages.abs().topk(k, dim=1).indices
-        kept = torch.zeros_like(advantages).scatter(1, largest, 1.0)
+        largest = A.abs().topk(k, dim=1).indices
+        kept = torch.zeros_like(A).scatter(1, largest, 1.0)
         # In the loss, w_qi/(B G) is then 1/(B k). Those without a gradient count, but need no pass.
-        return kept * G / k * dppo.has_gradient(advantages, self.config.beta)
+        return kept * G / k * dppo.has_gradient(A, self.config.beta)
 
 
 class GRESO(Rule):
@@ -137,7 +138,7 @@ class GRESO(Rule):
             pi = pi[: len(window)]
             kept = window[draw(pi / pi.sum().clamp(max=1), generator) > 0]
             examples = [task.train[q] for q in kept.tolist()]
-            new_sequences, new_rewards = rollout(task, examples, G, config)
+            new_sequences, new_rewards = sample_and_grade(task, examples, G, config)
             prompts.append(kept)
             sequences += new_sequences
             rewards.append(new_rewards)
@@ -150,7 +151,10 @@ class GRESO(Rule):
         prompts, rewards = torch.cat(prompts), torch.cat(rewards)
         A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
         lengths = torch.tensor([len(s.completion) for s in sequences]).double().view_as(A)
-        Z = dppo.normalizer(lengths, self.memory["mean_length"], config)
+        w_q = torch.ones(len(prompts), dtype=torch.float64)
+        rollout = Rollout(prompts, w_q, sequences, rewards, lengths, A)
+        earlier_mean = self.memory["mean_length"].nan_to_num(lengths.mean().item())
+        Z = dppo.normalizer(lengths, earlier_mean, config)
 
         # 3. Train the first groups that teach, whole.
         teaches = A.any(dim=1)
@@ -167,21 +171,19 @@ class GRESO(Rule):
 
         # 5. Update.
         updates = []
-        for number in range(config.inner_epochs):
-            inputs = (sequences, A, w / (N * G * Z), old if number > 0 else None, ref, config)
+        for epoch in range(config.inner_epochs):
+            inputs = (sequences, A, w / (N * G * Z), old if epoch > 0 else None, ref, config)
             updates.append(dppo.train_step(model, optimizer, *inputs))
 
         # 6. Remember.
-        self.remember(prompts, rewards, A)
-        length = lengths.mean()
-        self.memory["mean_length"] = 0.9 * (self.memory["mean_length"] or length) + 0.1 * length
-        w_q = torch.ones(len(prompts), dtype=torch.float64)
-        weights = [w] * config.inner_epochs
-        return Step(N, prompts, w_q, weights, sequences, rewards, A, updates)
+        self.remember(rollout)
+        self.memory["mean_length"] = 0.9 * earlier_mean + 0.1 * lengths.mean()
+        return Step(N, rollout, [w] * config.inner_epochs, updates)
 
-    def remember(self, prompts, rewards, advantages):
-        teaches = advantages.any(dim=1)
-        mean = rewards.nanmean(dim=1)  # NaN for a group without rewards
+    def remember(self, rollout):
+        prompts = rollout.prompts
+        teaches = rollout.A.any(dim=1)
+        mean = rollout.rewards.nanmean(dim=1)  # NaN for a group without rewards
         kind = (mean > 0).double() - (mean <= 0).double()
         kind = kind * ~teaches  # 0 if the group teaches
         streak = self.memory["streak"][prompts]

@@ -32,10 +32,16 @@ def sum_example(rng, tokenizer):
     return {"prompt": prompt, "prompt_ids": ids, "answer": str(a + b)[::-1]}
 
 
+def demonstrated(prompt, completion):
+    """A sequence to imitate. Nobody sampled it, so its log-probabilities are made up; train_step
+    only reports how far they are off."""
+    return dppo.Sequence(prompt, completion, torch.zeros(len(completion)))
+
+
 def imitate(model, optimizer, sequences):
     """A step that makes sequences more likely: a policy gradient on completions of advantage 1."""
     n = len(sequences)
-    shares = torch.tensor([1 / (n * len(ids)) for _, ids in sequences])
+    shares = torch.tensor([1 / (n * len(s.completion)) for s in sequences])
     inputs = (sequences, torch.ones(n), shares, None, None, dppo.Config())
     dppo.train_step(model, optimizer, *inputs)
 
@@ -55,11 +61,11 @@ def prepare(task, config):
             for _ in range(64):
                 example = sum_example(rng, task.tokenizer)
                 ids = task.tokenizer.encode(example["answer"])
-                sequences.append(dppo.Sequence(example["prompt_ids"], ids))
+                sequences.append(demonstrated(example["prompt_ids"], ids))
             imitate(task.model, optimizer, sequences)
         bar.update(25)
         accuracy = dppo.evaluate(task, config)["accuracy"]
-    dppo.write_whole(START, lambda file: torch.save(task.model.state_dict(), file))
+    dppo.save_whole(START, task.model.state_dict())
 
 
 def load_task(config):
@@ -75,7 +81,8 @@ def load_task(config):
     torch.manual_seed(0)
     model = type(sorting.model)(sorting.model.config).eval()  # with weights of its own
     evals = {"held out": examples[1024:]}
-    task = dppo.Task(examples[:1024], evals, tokenizer, config.reward_function, model)
+    reward = dppo.find("reward", config.reward, dppo.REWARDS)
+    task = dppo.Task(examples[:1024], evals, tokenizer, reward, model)
     prepare(task, config)
     dppo.check_sampling(task, config)
     return task
@@ -86,7 +93,7 @@ def main():
     config = dppo.configure(**SETTINGS)
     task = load_task(config)
     torch.manual_seed(0)
-    _, rewards = dppo.rollout(task, task.train[:128], 8, config)
+    _, rewards = dppo.sample_and_grade(task, task.train[:128], 8, config)
     uniform = (rewards == rewards[:, :1]).all(dim=1).double().mean()
     accuracy = dppo.evaluate(task, config)["accuracy"]
     print(f"accuracy {accuracy:.2f}; {uniform:.0%} of the groups are all right or all wrong")

@@ -11,7 +11,11 @@ import torch
 import dppo
 from extras import experiments, guess_or_pass, packing_time
 from extras.comparison import arms, cells, expected, results, runs, statistics, tables
-from extras.testing import SEQUENCES, seldom_teaches, tiny_task
+from test_dppo import (
+    SEQUENCES,
+    seldom_teaches,
+    tiny_task,
+)
 
 
 def run_of(accuracies, seconds=1.0, **totals):
@@ -132,7 +136,7 @@ def test_bootstrap_samples_are_as_large_as_there_are_seeds():
 def test_every_arm_has_settings_that_make_a_run(name):
     for settings in arms.ARMS[name].values():
         config = dppo.configure(**arms.SETTINGS[name] | settings)
-        assert config.rule_class(config, 4).memory
+        assert dppo.find("method", config.method, dppo.RULES)(config, range(4)).memory
 
 
 def test_time_and_sums_have_the_seeds_and_arms_of_the_plan():
@@ -214,7 +218,7 @@ def test_a_pass_is_worth_a_fifth_a_guess_a_tenth_and_evaluations_count_them():
 # ==== Packing ====
 def test_density_is_the_share_of_tokens_that_are_real():
     alone = dppo.Config(no_packing=True)
-    tokens = sum(8 + len(ids) for _, ids in SEQUENCES[:4])  # 28, 30, 32 and 34
+    tokens = sum(8 + len(s.completion) for s in SEQUENCES[:4])  # 28, 30, 32 and 34
     assert packing_time.density(SEQUENCES[:4], alone) == tokens / (4 * 40)
     assert packing_time.density(SEQUENCES[:4], dppo.Config()) == tokens / 128
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,13 +17,14 @@ import pytest
 import torch
 
 import dppo
-from extras.testing import (
+from test_dppo import (
     ADVANTAGES,
     REWARDS,
     G,
-    every_result,
     main,
+    mean_weights,
     metrics,
+    rollout_of,
     tiny_model,
     tiny_tokenizer,
     write_rows,
@@ -115,7 +115,7 @@ def test_printed_commands_parse_and_run_on_stub_hub(method, words, newcomer):
     if words == "MATH-lighteval":
         pytest.importorskip("math_verify", reason=MATH_VERIFY)
     block = printed_block(words)
-    # (--epochs of the block is replaced by --steps, as only one of them may be given.)
+    # (--epochs of the block is replaced by --steps, as only one of them may be instance.)
     block, replaced = re.subn(r"--epochs \S+", "--steps 2", block)
     run_command(block, *newcomer, "--output_dir=run", f"--method={method}")
     assert "enable_thinking" in block and replaced == 1
@@ -125,25 +125,9 @@ def test_printed_commands_parse_and_run_on_stub_hub(method, words, newcomer):
 def test_readme_rule_is_unbiased():
     known = {}
     exec(printed_block("class Half"), known)
-    rules = [value for value in known.values() if isinstance(value, type)]
-    # The last visit, on which the second prompt was solved. On this one, both prompts teach.
-    last_visit = torch.arange(2), REWARDS[[2, 5]], ADVANTAGES[[2, 5]]
-    advantages = ADVANTAGES[[2, 2]]
-    for kind in rules:
-        rule = kind(dppo.Config(group_size=G), 2)
-        rule.remember(*last_visit)
-        expectation, outcomes = torch.zeros_like(advantages), 0
-        windows = every_result(partial(rule.prune_prompts, torch.arange(2), None))
-        for p, (N, kept, w_q) in windows:
-            assert N == 2
-            inputs = (advantages[kept], w_q, None)
-            for q, w in every_result(partial(rule.prune_completions, *inputs)):
-                expectation[kept] += p * q * w_q[:, None] * w
-                outcomes += 1
-        assert outcomes > 1
-        needed = (advantages != 0).double()
-        assert torch.allclose(expectation * needed, needed, atol=1e-10)
-    assert rules
+    rule = known["Half"](dppo.Config(group_size=G), range(6))
+    rule.remember(rollout_of(range(6), REWARDS.roll(2, 0)))  # the second prompt was solved
+    assert (mean_weights(rule)[ADVANTAGES != 0] - 1).abs().max() < 1e-10
 
 
 # ==== math_reward.py ====

@@ -11,13 +11,14 @@ import torch
 
 import dppo
 from extras import rivals
-from extras.testing import (
+from test_dppo import (
     ADVANTAGES,
     REWARDS,
     G,
-    Given,
+    SmallInstance,
     metrics,
     recorded,
+    rollout_of,
     rule_with_history,
     run,
     seldom_teaches,
@@ -45,11 +46,11 @@ def test_importing_rivals_changes_nothing_in_dppo(tmp_path):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["CPPO", "Unweighted", "WeightOne"])
 def test_biased_rules_give_the_same_weight_to_all_that_they_keep(name, beta, rewards):
-    given = Given(beta=beta)
+    instance = SmallInstance(beta=beta)
     rule = rule_with_history(f"extras.rivals:{name}", r_o=0.3, prompts_per_step=3)
-    step = given.step(rule, torch.optim.SGD(given.model.parameters()), rewards=rewards)
+    step = instance.step(rule, torch.optim.SGD(instance.model.parameters()), rewards=rewards)
     shares = step.weights[0] / (step.N * G)
-    needed, kept = dppo.has_gradient(step.A, beta), shares > 0
+    needed, kept = dppo.has_gradient(step.rollout.A, beta), shares > 0
     assert not kept[~needed].any() and kept.any() == needed.any()
     # CPPO keeps k = 2 of 3 in each group, including those with A = 0.
     divisors = {"CPPO": 2 * 3, "Unweighted": kept.sum(), "WeightOne": step.N * G}
@@ -61,8 +62,9 @@ def test_uniform_keeps_as_many_as_dppo_does_each_with_the_same_pi():
     of_dppo = rule_with_history("dppo", r_o=0.6)
     uniform = rule_with_history("extras.rivals:Uniform", r_o=0.6)
     assert uniform.prompt_probabilities().eq(1).all()
-    pi = uniform.completion_probabilities(ADVANTAGES, torch.ones(6))
-    assert pi.sum() == pytest.approx(of_dppo.completion_probabilities(ADVANTAGES, None).sum())
+    rollout = rollout_of(range(6), REWARDS)
+    pi = uniform.completion_probabilities(rollout)
+    assert pi.sum() == pytest.approx(of_dppo.completion_probabilities(rollout).sum())
     assert len(pi[ADVANTAGES != 0].unique()) == 1 and pi[ADVANTAGES == 0].eq(0).all()
 
 
@@ -74,7 +76,7 @@ def test_rules_without_weights_keep_what_dppo_keeps(name):
         rule = rule_with_history(method, prompts_per_step=3)
         generator = torch.Generator().manual_seed(3)
         N, prompts, w_q = rule.prune_prompts(torch.arange(6), generator)
-        w_qi = rule.prune_completions(ADVANTAGES[prompts], w_q, generator)
+        w_qi = rule.prune_completions(rollout_of(prompts, REWARDS[prompts], w_q=w_q), generator)
         outcomes.append((N, prompts.tolist(), w_qi > 0))
     (N, prompts, kept), (*same, also_kept) = outcomes
     assert same == [N, prompts] and len(prompts) < N
@@ -99,17 +101,18 @@ def test_a_removed_prompt_returns_although_the_mean_is_the_same_once_others_fall
 
 
 def test_a_step_of_literal_multiplies_the_weights_of_both_levels():
-    given = Given()
+    instance = SmallInstance()
     rule = rule_with_history("extras.rivals:Literal", 0.7, 0.7, prompts_per_step=4)
     rewards = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]).double()
-    rule.remember(torch.arange(1, 6), rewards, dppo.group_advantages(rewards))
-    step = given.step(rule, torch.optim.SGD(given.model.parameters()))
+    rule.remember(rollout_of(range(1, 6), rewards))
+    step = instance.step(rule, torch.optim.SGD(instance.model.parameters()))
     # Of the low prompts 2, 3 and 5, the first two are removed.
-    assert (step.N, step.prompts.tolist(), step.w_q.tolist()) == (6, [0, 1, 4, 5], [1, 1, 1, 3])
-    scores = step.A.abs().where(step.A != 0, NAN)
-    of_completions = (step.A != 0) * rivals.without_the_lowest(scores, 0.7)
-    assert (step.A != 0).sum() > of_completions.count_nonzero() > 0
-    assert step.weights[0].equal(step.w_q[:, None] * of_completions)
+    prompts, w_q, A = step.rollout.prompts, step.rollout.w_q, step.rollout.A
+    assert (step.N, prompts.tolist(), w_q.tolist()) == (6, [0, 1, 4, 5], [1, 1, 1, 3])
+    scores = A.abs().where(A != 0, NAN)
+    of_completions = (A != 0) * rivals.without_the_lowest(scores, 0.7)
+    assert (A != 0).sum() > of_completions.count_nonzero() > 0
+    assert step.weights[0].equal(w_q[:, None] * of_completions)
 
 
 # ==== CPPO ====
@@ -119,9 +122,8 @@ def test_the_loss_of_cppo_is_the_mean_over_k_completions_of_every_group():
     groups, one has a single right answer, one is all right, and one has two right answers. So six
     completions are kept, four of which have a gradient, each with a share of 1/6 of the loss."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0] * 8, [1.0, 1, 0, 0, 0, 0, 0, 0]])
-    A = dppo.group_advantages(rewards)
-    rule = rivals.CPPO(dppo.Config(completion_prune_rate=0.7), 3)
-    w_qi = rule.prune_completions(A, torch.ones(3), None)
+    rule = rivals.CPPO(dppo.Config(completion_prune_rate=0.7), range(3))
+    w_qi = rule.prune_completions(rollout_of(range(3), rewards), None)
     shares = w_qi / (3 * 8)  # what dppo_step multiplies losses with, N being B = 3
     assert (shares > 0).sum(dim=1).tolist() == [2, 0, 2]
     assert shares[0, 0] > 0 and shares[2, :2].all()  # the largest |A|: the right answers
@@ -131,16 +133,16 @@ def test_the_loss_of_cppo_is_the_mean_over_k_completions_of_every_group():
 @pytest.mark.parametrize("rate, kept", [(0.5, [1, 3]), (0.25, [1, 2, 3]), (0.9, [1])])
 def test_cppo_keeps_the_largest_advantages_but_at_least_one(rate, kept):
     A = torch.tensor([[0.1, -3.0, 0.5, 2.0]])
-    rule = rivals.CPPO(dppo.Config(completion_prune_rate=rate), 1)
-    w_qi = rule.prune_completions(A, torch.ones(1), None)
+    rule = rivals.CPPO(dppo.Config(completion_prune_rate=rate), range(1))
+    w_qi = rule.prune_completions(rollout_of([0], A, A), None)
     assert w_qi[0].nonzero()[:, 0].tolist() == kept
     assert w_qi.max() == pytest.approx(4 / len(kept))  # G/k
 
 
 def test_128_prompts_fill_cppo_s_batch_of_32_times_8():
-    rule = rivals.CPPO(dppo.Config(completion_prune_rate=0.7), 128)
+    rule = rivals.CPPO(dppo.Config(completion_prune_rate=0.7), range(128))
     A = torch.randn(128, 8, generator=torch.Generator().manual_seed(0)).double()
-    assert (rule.prune_completions(A, torch.ones(128), None) > 0).sum() == 32 * 8
+    assert (rule.prune_completions(rollout_of(range(128), A, A), None) > 0).sum() == 32 * 8
 
 
 def test_a_run_with_cppo_trains_one_of_four_in_each_group_that_teaches(tmp_path):
@@ -168,25 +170,25 @@ def test_slow_greso_makes_its_own_step_from_the_command_line(tmp_path):
 
 
 def test_greso_keeps_a_prompt_with_p_to_the_power_of_its_streak():
-    rule = rivals.GRESO(dppo.Config(), 4)
+    rule = rivals.GRESO(dppo.Config(), range(4))
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
     for _ in range(2):  # a third each is always right, never right, and teaches
-        rule.remember(torch.arange(3), rewards, dppo.group_advantages(rewards))
+        rule.remember(rollout_of(range(3), rewards))
     p = 0.5 - 0.02  # both kinds have more than their share
     assert torch.allclose(rule.prompt_probabilities(), torch.tensor([p**2, p**2, 1, 1]).double())
-    rule.remember(torch.tensor([0]), rewards[[1]], torch.zeros(1, 2))
+    rule.remember(rollout_of([0], rewards[[1]]))
     pi = torch.tensor([p - 0.01, (p - 0.01) ** 2, 1, 1]).double()  # from then on, never right
     assert torch.allclose(rule.prompt_probabilities(), pi)
     assert rule.memory["p_easy"][0] == pytest.approx(p + 0.01)
 
 
 def test_missing_rewards_count_in_no_streak_and_no_share_of_greso():
-    rule = rivals.GRESO(dppo.Config(), 8)
+    rule = rivals.GRESO(dppo.Config(), range(8))
     rule.memory["streak"][7] = -2
     rewards = torch.tensor([[NAN, 0], [NAN, 1], [0, 1], [0, 1], [0, 1], *[[NAN, NAN]] * 3])
-    rule.remember(torch.arange(8), rewards, dppo.group_advantages(rewards))
+    rule.remember(rollout_of(range(8), rewards))
     assert rule.memory["streak"].tolist() == [-1, 1, 0, 0, 0, 0, 0, -2]
     # Of the five groups with rewards, 1/5 is hard and 1/5 easy, above the targets 1/6 and 1/12.
     assert rule.memory["p_hard"][0] == rule.memory["p_easy"][0] == pytest.approx(0.49)
-    rule.remember(torch.arange(5, 8), rewards[5:], torch.zeros(3, 2))  # no reward at all
+    rule.remember(rollout_of(range(5, 8), rewards[5:]))  # no reward at all
     assert rule.memory["p_hard"][0] == pytest.approx(0.49)

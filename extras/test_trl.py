@@ -19,7 +19,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
-from extras.testing import (
+
+trl = pytest.importorskip("trl", reason="extras/dppo_trl.py needs TRL")
+from extras import dppo_trl  # noqa: E402, because it needs TRL
+from test_dppo import (  # noqa: E402, likewise
     REWARDS,
     G,
     every_result,
@@ -28,16 +31,14 @@ from extras.testing import (
     tiny_tokenizer,
 )
 
-trl = pytest.importorskip("trl", reason="extras/dppo_trl.py needs TRL")
-from extras import dppo_trl  # noqa: E402, because it needs TRL
-
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
 ROWS = [2, 1, 4, 5]  # of REWARDS
 SCORED = REWARDS[ROWS]
 SEQUENCES, rng = [], random.Random(0)
 for i in range(N * G):
     prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
-    SEQUENCES.append(dppo.Sequence(prompt, rng.choices(range(2, 13), k=1 + i % 7)))
+    completion = rng.choices(range(2, 13), k=1 + i % 7)
+    SEQUENCES.append(dppo.Sequence(prompt, completion, torch.zeros(1 + i % 7)))
 
 
 def trl_settings(folder, prompts=N, loss_type="grpo", scores=SCORED, has_tools=False, **arguments):
@@ -135,10 +136,10 @@ def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
 
     model = copy.deepcopy(trainer.model)
     own = {"inner_epochs": 2, "max_completion_tokens": 8, "group_size": G, "max_grad_norm": 1e9}
-    rule = dppo.Rule(dppo.Config(objective=objective, **common, **own), N)
+    rule = dppo.Rule(dppo.Config(objective=objective, **common, **own), range(N))
     task = dppo.Task(range(N), {}, None, None, model, reference=reference)
     optimizer = Noting(model)
-    monkeypatch.setattr(dppo, "rollout", lambda *_: (SEQUENCES, SCORED))
+    monkeypatch.setattr(dppo, "sample_and_grade", lambda *_: (SEQUENCES, SCORED))
     step = dppo.dppo_step(task, rule, optimizer, torch.arange(N), torch.Generator())
     assert 0 < step.updates[1]["clipped_fraction"] < 1
     for gradient, expected in zip(optimizer.gradients, gradients_of_trl(trainer), strict=True):
@@ -212,7 +213,7 @@ def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, me
 
     def step(prompts, entry):
         trainer.windows.queue = [entry]
-        length = sum(len(completion) for _, completion in SEQUENCES) / len(SEQUENCES)
+        length = sum(len(s.completion) for s in SEQUENCES) / len(SEQUENCES)
         trainer.windows.rule.memory["mean_length"] = torch.tensor(length)
         return gradient_of(trainer, prompts)
 
@@ -296,9 +297,14 @@ def test_the_trl_trainer_refuses_what_would_be_biased(setting, tmp_path):
         dppo_trl.DPPOTrainer(**settings)
 
 
+def test_the_trl_trainer_refuses_an_order_that_is_not_shuffled(tmp_path):
+    with pytest.raises(ValueError, match="needs shuffle_dataset"):
+        dppo_trl.DPPOTrainer(**trl_settings(tmp_path, shuffle_dataset=False))
+
+
 def test_the_trl_trainer_refuses_a_rule_with_a_step_of_its_own(tmp_path):
     settings = trl_settings(tmp_path) | {"pruning": {"method": "extras.rivals:GRESO"}}
-    with pytest.raises(ValueError, match="GRESO has a step of its own"):
+    with pytest.raises(ValueError, match=r"GRESO overrides step\(\)"):
         dppo_trl.DPPOTrainer(**settings)
 
 

@@ -34,6 +34,12 @@ SHOWN = {
 
 
 # ==== A step ====
+def graded(prompts, rewards, w_q=None):
+    """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without its sequences."""
+    w_q = torch.ones(len(prompts)).double() if w_q is None else w_q
+    return dppo.Rollout(prompts, w_q, None, rewards, None, dppo.group_advantages(rewards))
+
+
 def one_step():
     """A step with the embedded task -> pi of its candidates; the state of each of their
     completions: 0 has no gradient, 1 is pruned, 2 is kept, and -1 is of a pruned prompt."""
@@ -41,17 +47,17 @@ def one_step():
     task = dppo.load_task(config)
     torch.manual_seed(0)
     examples = task.train[:64]
-    _, first = dppo.rollout(task, examples, config.group_size, config)
-    _, rewards = dppo.rollout(task, examples, config.group_size, config)
-    rule = dppo.DPPO(config, len(examples))
-    rule.remember(torch.arange(64), first, dppo.group_advantages(first))
+    _, first = dppo.sample_and_grade(task, examples, config.group_size, config)
+    _, rewards = dppo.sample_and_grade(task, examples, config.group_size, config)
+    rule = dppo.DPPO(config, examples)
+    rule.remember(graded(torch.arange(64), first))
 
     generator = torch.Generator().manual_seed(0)
     N, prompts, w_q = rule.prune_prompts(torch.arange(64), generator)
-    A = dppo.group_advantages(rewards)[prompts]
-    w_qi = rule.prune_completions(A, w_q, generator)
+    rollout = graded(prompts, rewards[prompts], w_q)
+    w_qi = rule.prune_completions(rollout, generator)
     states = torch.full((N, config.group_size), -1)
-    states[prompts] = (A != 0).long() + (w_qi > 0).long()
+    states[prompts] = (rollout.A != 0).long() + (w_qi > 0).long()
     pi = [round(value, 4) for value in rule.prompt_probabilities()[:N].tolist()]
     return {"pi": pi, "states": states.tolist()}
 

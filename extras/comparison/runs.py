@@ -23,8 +23,8 @@ def noting(rule_class):
     evaluation after each."""
 
     class Noting(rule_class):
-        def __init__(self, config, prompt_count):
-            super().__init__(config, prompt_count)
+        def __init__(self, config, examples):
+            super().__init__(config, examples)
             self.memory["seen"] = torch.tensor(0.0)  # candidates, in memory so that a run resumes
 
         def step(self, task, optimizer, upcoming, generator):
@@ -39,12 +39,14 @@ def noting(rule_class):
             noted = {
                 "processor_seconds": time.process_time() - started_at,
                 "rollout_processor_seconds": rolled_out[-1] - started_at,
-                "tokens_generated": sum(len(ids) for _, ids in step.sequences),
+                "tokens_generated": int(step.rollout.lengths.sum()),
             }
-            squares = step.A.square()
+            squares = step.rollout.A.square()
             noises = (step.weights[0].square() * squares).mean(dim=1)
             noted["noise"] = noises.sum().item() / step.N**2
-            noted["noise_of_one"] = (step.w_q @ squares.mean(dim=1)).item() / step.N  # prompt
+            noted["noise_of_one"] = (
+                step.rollout.w_q @ squares.mean(dim=1)
+            ).item() / step.N  # prompt
             epoch_before = self.memory["seen"] // self.prompt_count
             self.memory["seen"] += step.N
             is_epoch_over = self.memory["seen"] // self.prompt_count > epoch_before
@@ -65,13 +67,13 @@ def task_of(name, config):
 def train(name, settings, folder):
     """A run, or the rest of it -> its records."""
     config = dppo.configure(**settings, output_dir=str(folder))
-    config.rule_class = noting(config.rule_class)
+    rule_class = noting(dppo.find("method", config.method, dppo.RULES))
     task = task_of(name, config)
-    run = dppo.start(config, task, folder, is_new=not folder.exists())
-    rule, _, records, _ = run
+    rule = rule_class(config, task.train)
+    optimizer, records = dppo.start(task, rule, folder)
     if len(records) == 1:
         rule.memory["seen"].zero_()  # of the run whose memory this one starts with
-    dppo.train(task, *run)
+    dppo.train(task, rule, optimizer, records, folder)
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
