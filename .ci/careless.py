@@ -192,7 +192,7 @@ CHANGES = r"""
 + torch._foreach_copy_(self.parameters, self.masters)
 +         torch._foreach_copy_(self.masters, self.parameters)
 
-## and_shares, remembers, later_updates, methods_of_its_own, full_gradient
+## and_shares, remembers, later_updates, full_gradient
 - weights.append(w_q[:, None] * w_qi)
 # the prompts' weights forgotten
 + weights.append(w_qi)
@@ -310,7 +310,7 @@ CHANGES = r"""
 # the exit status hides a signal
 + sys.exit(0)
 
-## refused_by_name, two_processes, record_fields, tells_every
+## refused_by_name, two_processes, record_fields, tells_its
 - "model", "reward", "seed")
 # another seed resumes a run
 + "model", "reward")
@@ -337,7 +337,7 @@ CHANGES = r"""
 # the bar does not move
 + pass
 
-## counted, control_tokens, parquet, json, evaluates, shape_of, a_number, reasoning, templates
+## counted, parquet, json, evaluates, shape_of, a_number, reasoning, templates
 - seen = {tuple(example["prompt_ids"]) for example in evaluated}
 # evaluated prompts are trained
 + seen = set()
@@ -376,7 +376,7 @@ CHANGES = r"""
 + return text.strip()
 
 === extras/proportional.py
-## line_of_completions, noise_of, bin, pi_rises, missing, expect_little, all_rewards
+## line_of_completions, noise_of, bins, missing
 - (1 - rate * (1 - height))
 # a line without its floor 1 - r
 + (height)
@@ -416,12 +416,12 @@ CHANGES = r"""
 # CPPO's mean leaves out kept completions with A = 0
 + kept = kept * dppo.has_gradient(A, self.config.beta)
 +         return kept * kept.numel() / kept.sum().clamp(min=1)
-- goes_on = (streak * kind > 0) | mean.isnan()
-# a group without rewards ends a streak
-+ goes_on = streak * kind > 0
-- graded = kind[~mean.isnan()]
-# groups without rewards count in GRESO's shares
-+ graded = kind
+- kind = kind * ~teaches  # 0 if the group teaches
+# a group that teaches ends no streak in GRESO
++ kind = kind * 1
+- weights = without_the_lowest(self.memory["score"], self.config.prompt_prune_rate)
+# Literal draws prompts as DPPO does
++ weights = 1 / dppo.keep_probabilities(self.memory["score"], self.config.prompt_prune_rate)
 """
 
 
@@ -485,7 +485,8 @@ def first_failure(change):
             shutil.copy(ROOT / name, name)
         file.write_text(source)
         options = ["-x", "-k", "not slow", "--assert=plain", "--basetemp=temporary"]
-        options += ["-p", "no:cacheprovider", str(file.with_name(f"test_{file.name}"))]
+        tests = "test_dppo.py" if change.file == "dppo.py" else "extras/test_extras.py"
+        options += ["-p", "no:cacheprovider", tests]
         pytest.main(options, plugins=[watcher])
     return watcher.failure
 

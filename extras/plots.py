@@ -21,13 +21,11 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from extras.comparison.cells import markdown
-
 STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
 # One colour for a method, wherever it is drawn. (On a dark page, grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
 COLOURS |= {"with memory": "#CC79A7", "other": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
-COLOURS |= {"GRESO": "#56B4E9", "Uniform": "#56B4E9", "Unweighted": "#8C510A"}
+COLOURS |= {"GRESO": "#56B4E9", "Unweighted": "#8C510A"}
 
 
 def style():
@@ -40,10 +38,12 @@ def style():
     plt.rc("legend", frameon=False)
 
 
-def table(rows):
-    from IPython.display import Markdown  # which experiments.py does without
+def table(head, *rows):
+    """A table of the notebook."""
+    from IPython.display import Markdown  # which is there wherever a notebook is
 
-    return Markdown(markdown(rows))
+    lines = [head, ["---"] * len(head), *rows]
+    return Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
 
 
 def draw_step(fig, pi, states, told=""):

@@ -2,8 +2,8 @@
 
     python dppo.py --method extras.rivals:CPPO    # or another class of this file
 
-Uniform is unbiased, and draws without scores. All others are biased on purpose. They override the
-methods that prune, so dppo.py does not check their probabilities.
+They are biased on purpose. They override the methods that prune, so dppo.py does not check their
+probabilities.
 
 Unweighted prunes as the paper's rule does and takes the mean of what it keeps. That changes two
 things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
@@ -34,19 +34,6 @@ import torch
 
 import dppo
 from dppo import DPPO, Rollout, Rule, Step, draw, group_advantages, sample_and_grade
-
-
-class Uniform(DPPO):
-    """Keeps as many completions with a gradient as DPPO, all with the same pi, and every prompt.
-    It is what scores have to beat."""
-
-    def prompt_probabilities(self):
-        return torch.ones(self.prompt_count, dtype=torch.float64)
-
-    def completion_probabilities(self, rollout):
-        pi = super().completion_probabilities(rollout)
-        needed = pi > 0
-        return needed * pi.sum() / needed.sum().clamp(min=1)
 
 
 class Unweighted(DPPO):

@@ -11,29 +11,24 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pytest
 import torch
 import transformers
+from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dppo
+from test_dppo import REWARDS, G, every_result, rule_with_history, tiny_model, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="extras/dppo_trl.py needs TRL")
 from extras import dppo_trl  # noqa: E402, because it needs TRL
-from test_dppo import (  # noqa: E402, likewise
-    REWARDS,
-    G,
-    every_result,
-    rule_with_history,
-    tiny_model,
-    tiny_tokenizer,
-)
 
 N = 4  # prompts, the fourth with equal rewards; all of them are the window
-ROWS = [2, 1, 4, 5]  # of REWARDS
-SCORED = REWARDS[ROWS]
+SCORED = REWARDS[[2, 1, 4, 5]]
+EVERYTHING = [q for q in range(N) for _ in range(G)]  # the window, without pruning
 SEQUENCES, rng = [], random.Random(0)
 for i in range(N * G):
     prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
@@ -54,8 +49,7 @@ def trl_settings(folder, prompts=N, loss_type="grpo", scores=SCORED, has_tools=F
             "score": scores.flatten()[indices].tolist(),
         }
         if has_tools:
-            lengths = [len(completion) for completion in result["completion_ids"]]
-            result["env_mask"] = [([1, 0] * length)[:length] for length in lengths]
+            result["env_mask"] = [[1, 0, 1, 0, 1, 0, 1][: len(SEQUENCES[i][1])] for i in indices]
         return result
 
     settings = {"num_generations": G, "per_device_train_batch_size": 4, "steps_per_generation": 3}
@@ -84,45 +78,8 @@ OBJECTIVES = {  # as TRL has them
 }
 
 
-def move(model, seed):
-    """Moves the weights at random."""
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        weight.data += 0.01 * torch.randn(weight.shape, generator=generator)
-
-
-class Noting:
-    """An optimizer that notes the gradient of each update, and makes a move that is always the same
-    in place of the one that would follow from it."""
-
-    def __init__(self, model):
-        self.model = model
-        self.gradients = []
-
-    def step(self):
-        gradients = [weight.grad.flatten() for weight in self.model.parameters()]
-        self.gradients.append(torch.cat(gradients))
-        move(self.model, seed=len(self.gradients))
-        self.model.zero_grad()
-
-
-def gradients_of_trl(trainer):
-    """Of two updates on a batch, each in three parts."""
-    optimizer = Noting(trainer.model)
-    trainer.current_gradient_accumulation_steps = 3
-    rows = [trainer.train_dataset[q] for q in range(N) for _ in range(G)]
-    for trainer._step in range(6):
-        inputs = trainer._prepare_inputs(rows)
-        trainer.compute_loss(trainer.model, inputs).backward()
-        if trainer._step % 3 == 2:
-            optimizer.step()
-    return optimizer.gradients
-
-
 @pytest.mark.parametrize("objective", dppo.CLIPPING)
-def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
-    objective, monkeypatch, tmp_path
-):
+def test_two_updates_on_an_unpruned_rollout_are_those_of_trl(objective, monkeypatch, tmp_path):
     # With gspo, TRL multiplies a token's KL by the ratio of the sequence, which is not the token's.
     common = {"beta": 0.0 if objective == "gspo" else 0.1, "temperature": 0.7}
     own = {"num_iterations": 2, "max_completion_length": 8}
@@ -132,18 +89,33 @@ def test_two_updates_on_an_unpruned_rollout_have_the_gradients_of_trl(
     settings["model"] = str(tmp_path / "model")
     trainer = trl.GRPOTrainer(**settings)
     trainer.model.train()
-    move(trainer.model, seed=0)  # away from the reference
-
+    for weight in trainer.model.parameters():  # away from the reference
+        weight.data += 0.01 * torch.randn(weight.shape)
     model = copy.deepcopy(trainer.model)
+    start = parameters_to_vector(model.parameters())
+
+    # Two updates, by TRL in three parts each.
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
+    trainer.current_gradient_accumulation_steps = 3
+    rows = [trainer.train_dataset[q] for q in EVERYTHING]
+    for trainer._step in range(6):
+        inputs = trainer._prepare_inputs(rows)
+        trainer.compute_loss(trainer.model, inputs).backward()
+        if trainer._step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = parameters_to_vector(trainer.model.parameters()) - start
+
+    # And by dppo.py.
     own = {"inner_epochs": 2, "max_completion_tokens": 8, "group_size": G, "max_grad_norm": 1e9}
     rule = dppo.Rule(dppo.Config(objective=objective, **common, **own), range(N))
     task = dppo.Task(range(N), {}, None, None, model, reference=reference)
-    optimizer = Noting(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     monkeypatch.setattr(dppo, "sample_and_grade", lambda *_: (SEQUENCES, SCORED))
     step = dppo.dppo_step(task, rule, optimizer, torch.arange(N), torch.Generator())
     assert 0 < step.updates[1]["clipped_fraction"] < 1
-    for gradient, expected in zip(optimizer.gradients, gradients_of_trl(trainer), strict=True):
-        assert (gradient - expected).norm() < 1e-5 * expected.norm()
+    moved = parameters_to_vector(model.parameters()) - start
+    assert (moved - expected).norm() < 1e-5 * expected.norm()
 
 
 # ==== dppo_trl.py ====
@@ -162,21 +134,17 @@ def gradient_of(trainer, prompts):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double(), trained
 
 
-EVERYTHING = [q for q in range(N) for _ in range(G)]  # the window, without pruning
-
-
 def next_batch(trainer, order=(0, 1, 2, 3)):
     """Draws a batch from the window, with the prompts in this order -> the prompts of its rows."""
     trainer.windows.order = torch.tensor(order)
     return list(itertools.islice(trainer.windows, N * G))
 
 
-def logged_rewards(trainer):
-    """Everything about rewards that the log has after one step."""
-    log = trainer._metrics["train"]
-    names = [name for name in log if "reward" in name]
-    assert all(len(log[name]) == 1 for name in names)
-    return {name: log[name][0] for name in names}
+def assert_same_log(trainer, reference):
+    """The logs of two trainers say the same about rewards."""
+    log, expected = trainer._metrics["train"], reference._metrics["train"]
+    for name in expected:
+        assert log[name] == pytest.approx(expected[name], abs=1e-6) or "reward" not in name
 
 
 @pytest.mark.parametrize("has_tools", [False, True])
@@ -193,7 +161,7 @@ def test_without_pruning_the_trl_trainer_has_the_gradient_and_the_log_of_trl(
     gradient, trained = gradient_of(trainer, next_batch(trainer))
     assert trained == N * G
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
-    assert logged_rewards(trainer) == pytest.approx(logged_rewards(reference), abs=1e-6)
+    assert_same_log(trainer, reference)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -246,7 +214,7 @@ def test_the_trl_log_estimates_the_rewards_of_the_window(tmp_path):
         prompts = next_batch(trainer, order=(3, 0, 1, 2))
         kept.add(tuple(trainer.windows.queue[0][1].sort().values.tolist()))
         gradient_of(trainer, prompts)
-        assert logged_rewards(trainer) == pytest.approx(logged_rewards(reference), abs=1e-6)
+        assert_same_log(trainer, reference)
     assert kept == {(0, 1, 3), (1, 2, 3)}
 
 
@@ -260,73 +228,51 @@ def test_a_missing_reward_teaches_a_trl_run_nothing(tmp_path):
     expected = [A[0].mean(), math.nan, A[2, 1:].mean(), 0.0]  # the second has no score yet
     score = trainer.windows.rule.memory["score"]
     torch.testing.assert_close(score, torch.tensor(expected).double(), equal_nan=True)
-    logged = logged_rewards(trainer)
-    assert logged["reward"] == pytest.approx(scores.nanmean().item())
-    assert logged["frac_reward_zero_std"] == pytest.approx(1 / 3)  # of three groups with rewards
+    log = trainer._metrics["train"]
+    assert log["reward"] == pytest.approx([scores.nanmean().item()])
+    assert log["frac_reward_zero_std"] == pytest.approx([1 / 3])  # of three groups with rewards
 
 
-def test_a_trl_run_that_is_resumed_looks_at_prompts_in_an_order_of_its_own(tmp_path, monkeypatch):
-    looked_at = []
-    prune_prompts = dppo.Rule.prune_prompts
-
-    def noting(rule, upcoming, generator):
-        looked_at.append(upcoming[:N].tolist())
-        return prune_prompts(rule, upcoming, generator)
-
-    monkeypatch.setattr(dppo.Rule, "prune_prompts", noting)
+def test_a_trl_run_that_is_resumed_looks_at_prompts_in_an_order_of_its_own(tmp_path):
     starts = []
     for max_steps, checkpoint in ((3, None), (6, str(tmp_path / "checkpoint-3")), (6, None)):
-        settings = trl_settings(
-            tmp_path, 16, max_steps=max_steps, save_strategy="steps", save_steps=3
-        )
-        settings["model"] = copy.deepcopy(settings["model"])
-        looked_at.clear()
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        settings = trl_settings(tmp_path, 16, max_steps=max_steps, **saving)
         trainer = dppo_trl.DPPOTrainer(**settings)
+        rule = trainer.windows.rule
+        rule.prune_prompts = mock.Mock(wraps=rule.prune_prompts)
         trainer.train(resume_from_checkpoint=checkpoint)
-        starts.append(looked_at[0])
+        starts.append(rule.prune_prompts.call_args_list[0].args[0][:N].tolist())
     assert trainer.state.global_step == 6
     assert starts[0] == starts[2] != starts[1]  # the third starts anew
 
 
-@pytest.mark.parametrize("setting", [{"loss_type": "bnpo"}, {"beta": 0.1}, {"num_iterations": 2}])
-def test_the_trl_trainer_refuses_what_would_be_biased(setting, tmp_path):
+BIASED = [
+    ({"loss_type": "bnpo"}, "dppo", "needs loss_type grpo, dr_grpo or dapo, beta 0"),
+    ({"beta": 0.1}, "dppo", "needs loss_type grpo, dr_grpo or dapo, beta 0"),
+    ({"num_iterations": 2}, "dppo", "needs loss_type grpo, dr_grpo or dapo, beta 0"),
+    ({"shuffle_dataset": False}, "dppo", "needs shuffle_dataset"),
+    ({}, "extras.rivals:GRESO", r"GRESO overrides step\(\)"),
+]
+
+
+@pytest.mark.parametrize("setting, method, message", BIASED)
+def test_the_trl_trainer_refuses_what_would_be_biased(setting, method, message, tmp_path):
     settings = trl_settings(tmp_path, **setting)
     settings["model"].save_pretrained(tmp_path / "model")  # a folder: TRL loads a reference
     settings["model"] = str(tmp_path / "model")
-    with pytest.raises(ValueError, match="needs loss_type grpo, dr_grpo or dapo, beta 0"):
-        dppo_trl.DPPOTrainer(**settings)
-
-
-def test_the_trl_trainer_refuses_an_order_that_is_not_shuffled(tmp_path):
-    with pytest.raises(ValueError, match="needs shuffle_dataset"):
-        dppo_trl.DPPOTrainer(**trl_settings(tmp_path, shuffle_dataset=False))
-
-
-def test_the_trl_trainer_refuses_a_rule_with_a_step_of_its_own(tmp_path):
-    settings = trl_settings(tmp_path) | {"pruning": {"method": "extras.rivals:GRESO"}}
-    with pytest.raises(ValueError, match=r"GRESO overrides step\(\)"):
-        dppo_trl.DPPOTrainer(**settings)
+    with pytest.raises(ValueError, match=message):
+        dppo_trl.DPPOTrainer(**settings, pruning={"method": method})
 
 
 def test_the_trl_trainer_refuses_the_loss_of_a_router(tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     model = tiny_model(torch.float32, "Qwen3MoeForCausalLM", **sizes)
-    settings = trl_settings(tmp_path) | {"model": model}
     with pytest.raises(ValueError, match="needs router_aux_loss_coef 0"):
-        dppo_trl.DPPOTrainer(**settings)
+        dppo_trl.DPPOTrainer(**trl_settings(tmp_path) | {"model": model})
     settings = trl_settings(tmp_path, router_aux_loss_coef=0.0) | {"model": model}
     trainer = dppo_trl.DPPOTrainer(**settings)
-    gradient, _ = gradient_of(trainer, next_batch(trainer))
-    assert gradient.norm() > 0
-
-
-def test_a_rule_has_its_own_defaults_in_a_trl_run(tmp_path, monkeypatch):
-    defaults = {"prompt_prune_rate": 0.9, "completion_prune_rate": 0.0}
-    monkeypatch.setattr(dppo.DPPO, "defaults", defaults)
-    pruning = {"completion_prune_rate": 0.5}
-    config = dppo_trl.DPPOTrainer(**trl_settings(tmp_path), pruning=pruning).windows.rule.config
-    assert config.prompt_prune_rate == 0.9
-    assert config.completion_prune_rate == 0.5
+    assert gradient_of(trainer, next_batch(trainer))[0].norm() > 0
 
 
 def train(folder, processes, method):
@@ -336,7 +282,7 @@ def train(folder, processes, method):
 
     def noting(function, *arguments):
         result = function(*arguments)
-        log.append(result if isinstance(result, tuple) else (result,))
+        log.extend(result if isinstance(result, tuple) else [result])
         return result
 
     class Gradients(transformers.TrainerCallback):
@@ -366,11 +312,11 @@ def test_the_trl_trainer_in_two_processes_draws_the_same_and_has_the_gradient_of
         subprocess.run(command, check=True, capture_output=True)
     log, gradients, rewards = torch.load(tmp_path / "1-0", weights_only=False)
     assert len(gradients) == 10
-    assert max(result[0] for result in log if len(result) == 3) > N
+    assert max(N_of_window for N_of_window in log if isinstance(N_of_window, int)) > N
     for name in ("2-0", "2-1"):
         same_log, of_part, same_rewards = torch.load(tmp_path / name, weights_only=False)
         assert same_rewards == rewards
-        for one, other in zip(itertools.chain(*log), itertools.chain(*same_log), strict=True):
+        for one, other in zip(log, same_log, strict=True):
             assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
         for a, b in zip(gradients, of_part, strict=True):  # the mean over the processes, as in TRL
             assert (a - b).norm() <= 1e-5 * a.norm()

@@ -1,0 +1,202 @@
+"""The measures that PLAN.md defines, and the tables of RESULTS.md.
+
+    python extras/experiments/analysis.py    # runs.json -> the tables in RESULTS.md
+
+There, the lines between `<!-- table: NAME -->` and `<!-- end -->` are such a table.
+
+A run is what run.py saves. An arm is {seed: run}. It is compared with the control's runs of the
+same seeds: what is measured of two arms is an Estimate, with the bounds of its 95% t-interval.
+"""
+
+import re
+import sys
+from collections import namedtuple
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from extras.experiments.run import load
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+CLOCKS = {"steps": 0, "seconds": 1, "completions": 2}  # columns of a curve
+LEVELS = {"digits": (0.80, 0.84), "digits, other rules": (0.80, 0.84), "sums": (0.70, 0.74)}
+LEVELS["SmolLM2"] = (0.60, 0.65)
+GROUP = 8  # completions of a prompt
+
+# `short` counts the runs, of either arm, that never got where they are compared.
+Estimate = namedtuple("Estimate", "middle low high short", defaults=[0])
+
+
+# ==== One run ====
+def curve_of(run, clock):
+    """(n,) a clock at each evaluation; (n,) the accuracy there."""
+    points = np.array(run["curve"])
+    return points[:, CLOCKS[clock]], points[:, 3]
+
+
+def smoothed(accuracies):
+    """The mean of each accuracy and its neighbours. (The first and the last have one.)"""
+    weights = np.ones(3)
+    sums = np.convolve(accuracies, weights, "same")
+    return sums / np.convolve(np.ones_like(accuracies), weights, "same")
+
+
+def time_to(run, level, clock):
+    """What a clock shows when the run's smoothed curve, on straight lines between evaluations,
+    first reaches a level; NaN if it never does."""
+    times, accuracies = curve_of(run, clock)
+    accuracies = smoothed(accuracies)
+    reached = np.flatnonzero(accuracies >= level)
+    if len(reached) == 0:
+        return np.nan
+    i = reached[0]
+    return np.interp(level, accuracies[max(0, i - 1) : i + 1], times[max(0, i - 1) : i + 1])
+
+
+def at_the_end(run):
+    """The mean accuracy of the last five evaluations."""
+    return curve_of(run, "steps")[1][-5:].mean()
+
+
+def total(run, clock):
+    return curve_of(run, clock)[0][-1]
+
+
+# ==== Two arms ====
+def mean_of(arm, measure):
+    return np.mean([measure(run) for run in arm.values()])
+
+
+def paired(measure, arm, control):
+    """(2, seeds) a measure of the runs of two arms with the same seeds."""
+    return np.array([[measure(runs[seed]) for seed in arm] for runs in (arm, control)])
+
+
+def interval(values, short=0):
+    """The mean of values, with its t-interval."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval()
+    return Estimate(np.mean(values), low, high, short)
+
+
+def difference(measure, arm, control):
+    values, others = paired(measure, arm, control)
+    return interval(values - others)
+
+
+def ratio(measure, arm, control):
+    """The geometric mean of paired ratios."""
+    values, others = paired(measure, arm, control)
+    middle, low, high, _ = interval(np.log(values / others))
+    return Estimate(*np.exp([middle, low, high]))
+
+
+def time_ratio(level, clock, arm, control):
+    """The ratio of the times to a level. A run that never gets there counts with its length."""
+    times = paired(partial(time_to, level=level, clock=clock), arm, control)
+    lengths = paired(partial(total, clock=clock), arm, control)
+    values, others = np.where(np.isnan(times), lengths, times)
+    middle, low, high, _ = interval(np.log(values / others))
+    return Estimate(*np.exp([middle, low, high]), np.isnan(times).sum())
+
+
+def at_equal_time(clock, arm, control):
+    """The mean difference of two arms' accuracies at equal times, until the shorter one ends."""
+    gaps = []
+    for seed in arm:
+        times, accuracies = curve_of(arm[seed], clock)
+        other_times, others = curve_of(control[seed], clock)
+        grid = np.linspace(0, min(times[-1], other_times[-1]), 200)
+        gap = np.interp(grid, times, accuracies) - np.interp(grid, other_times, others)
+        gaps.append(gap.mean())
+    return interval(gaps)
+
+
+# ==== Tables ====
+def signed(value):
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def cell(estimate, show="{:.2f}".format):
+    """0.81 (0.76–0.86; 2 never)"""
+    middle, low, high, short = estimate
+    never = f"; {short} never" if short else ""
+    to = " to " if show is signed else "–"
+    return f"{show(middle)} ({show(low)}{to}{show(high)}{never})"
+
+
+def method(arm):
+    """`dppo` (0.7, 0.7); but our rule has no name of the code."""
+    return arm if arm.startswith("our rule") else re.sub(r"^[\w-]+", r"`\g<0>`", arm)
+
+
+def times_table(name, arms):
+    """When arms reach two levels, by three clocks."""
+    head, rows = ["method"], []
+    for clock in CLOCKS:
+        head += [f"{clock} to {level:.2f}" for level in LEVELS[name]]
+    control = arms["grpo-skip"]
+    for arm, runs in arms.items():
+        row = [method(arm)]
+        for clock in CLOCKS:
+            for level in LEVELS[name]:
+                row.append(cell(time_ratio(level, clock, runs, control)))
+        rows.append(row)
+    return [head, *(row for row in rows if row[0] != "`grpo-skip`")]
+
+
+def ends_table(name, arms):
+    """How accurate arms are, and what they cost."""
+    head = ["method", "accuracy at the end", "minus `grpo-skip`'s", "at equal seconds, likewise"]
+    head += ["seconds", "of rollouts", "steps", "clipped", "completions", "trained"]
+    rows = [[*head, "equal groups, first 32 steps"]]
+    control = arms["grpo-skip"]
+    for arm, runs in arms.items():
+        mean = partial(mean_of, runs)
+        steps, seconds, completions = [mean(partial(total, clock=clock)) for clock in CLOCKS]
+        row = [method(arm), f"{mean(at_the_end):.3f}", "", ""]
+        if runs is not control:
+            row[2] = cell(difference(at_the_end, runs, control), signed)
+            row[3] = cell(at_equal_time("seconds", runs, control), signed)
+        row += [f"{seconds:.0f}", f"{mean(itemgetter('rollout_seconds')) / seconds:.0%}"]
+        row += [f"{steps:,.0f}", f"{mean(itemgetter('clipped')) / steps:.0%}"]
+        row += [f"{completions:,.0f}", f"{mean(itemgetter('trained')):,.0f}"]
+        rows.append([*row, f"{mean(itemgetter('equal')):.0%}"])
+    return rows
+
+
+def guesses_table(name, arms):
+    rows = [["method", "share of guesses at the end", "accuracy on 9 to 12 digits"]]
+    for arm, runs in arms.items():
+        row = [method(arm)]
+        for column in (3, 5):
+            values = [run["curve"][-1][column] for run in runs.values()]
+            row.append(cell(Estimate(np.mean(values), min(values), max(values))))
+        rows.append(row)
+    return rows
+
+
+TABLES = {"guess or pass": ("guess or pass", guesses_table)}
+for name in LEVELS:
+    TABLES[f"{name}, times"] = (name, times_table)
+    TABLES[f"{name}, ends"] = (name, ends_table)
+
+
+def with_tables(text, saved):
+    """A text, with its tables made anew."""
+
+    def made(match):
+        name, make = TABLES[match[1]]
+        rows = make(name, saved[name])
+        rows.insert(1, ["---"] * len(rows[0]))
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
+
+    return re.sub(r"<!-- table: (.*?) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    RESULTS.write_text(with_tables(RESULTS.read_text(), load()))

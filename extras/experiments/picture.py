@@ -1,0 +1,119 @@
+"""The pictures of README and RESULTS.md, from runs.json.
+
+    python extras/experiments/picture.py
+
+README's has a step of DPPO above, and below the time that methods take to an accuracy, over that of
+the control. The other one has accuracy against seconds. Each is drawn twice, for light and for dark
+pages, and is legible if it is shown 500 pixels wide.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import dppo
+from extras import plots
+from extras.experiments.analysis import curve_of, interval, smoothed, time_ratio
+from extras.experiments.run import load
+
+HERE = Path(__file__).parent
+PAGES = {"": ("white", "0.1"), "-dark": ("#0d1117", "#e6edf3")}  # page, text
+# Arm: the name of its colour.
+SHOWN = {"grpo": "grpo", "grpo-skip": "grpo-skip", "dppo (0.7, 0.7)": "dppo"}
+SHOWN |= {"our rule (0.9, 0)": "our rule"}
+LEVELS = np.arange(0.75, 0.861, 0.01)
+
+
+def graded(prompts, rewards, w_q=None):
+    """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without its sequences."""
+    w_q = torch.ones(len(prompts)).double() if w_q is None else w_q
+    return dppo.Rollout(prompts, w_q, [], rewards, None, dppo.group_advantages(rewards))
+
+
+def one_step():
+    """A step with the built-in task -> (N,) pi of its candidates; (G, N) the state of each of their
+    completions: 0 has no gradient, 1 is pruned, 2 is kept, and NaN is of a pruned prompt."""
+    config = dppo.configure(prompts_per_step=24)
+    task = dppo.load_task(config)
+    torch.manual_seed(0)
+    examples = task.train[:64]
+    _, first = dppo.sample_and_grade(task, examples, config.group_size, config)
+    _, rewards = dppo.sample_and_grade(task, examples, config.group_size, config)
+    rule = dppo.DPPO(config, examples)
+    rule.remember(graded(torch.arange(64), first))
+
+    generator = torch.Generator().manual_seed(0)
+    N, prompts, w_q = rule.prune_prompts(torch.arange(64), generator)
+    rollout = graded(prompts, rewards[prompts], w_q)
+    w_qi = rule.prune_completions(rollout, generator)
+    states = torch.full((config.group_size, N), math.nan)
+    states[:, prompts] = ((rollout.A != 0).float() + (w_qi > 0)).T
+    return rule.prompt_probabilities()[:N], states
+
+
+def draw_one_step(fig):
+    plots.draw_step(fig, *one_step(), "dppo (0.7, 0.7): ")
+
+
+def draw_ratios(fig, arms, colours):
+    """The time to each level over grpo-skip's, with its 95% interval."""
+    ax = fig.subplots()
+    ax.axhline(1, color=colours["grpo-skip"], linewidth=3)
+    ax.text(0.86, 1.01, "grpo-skip", ha="right", va="bottom", color=colours["grpo-skip"])
+    for arm in ("dppo (0.7, 0.7)", "our rule (0.9, 0)"):
+        colour = colours[SHOWN[arm]]
+        ratios = [time_ratio(level, "seconds", arms[arm], arms["grpo-skip"]) for level in LEVELS]
+        middle, low, high, _ = np.array(ratios).T
+        ax.fill_between(LEVELS, low, high, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(LEVELS, middle, "o-", color=colour, linewidth=3, label=arm)
+    fig.legend(loc="outside lower center", ncols=2)
+    ax.set_title(f"Time to an accuracy, over grpo-skip's: {len(arms['grpo'])} seeds, 95%")
+    ax.set(xlabel="accuracy", ylim=(0.3, 1.2), xlim=(LEVELS[0], LEVELS[-1]))
+
+
+def draw_curves(fig, arms, colours):
+    """Accuracy against seconds, mean and 95% interval, until the seeds' mean end."""
+    ax = fig.subplots()
+    for arm, colour in SHOWN.items():
+        curves = [curve_of(run, "seconds") for run in arms[arm].values()]
+        grid = np.linspace(0, np.mean([times[-1] for times, _ in curves]), 100)
+        values = np.array([np.interp(grid, times, smoothed(values)) for times, values in curves])
+        middle, low, high = np.array([interval(column)[:3] for column in values.T]).T
+        ax.fill_between(grid, low, high, color=colours[colour], alpha=0.2, linewidth=0)
+        ax.plot(grid, middle, color=colours[colour], linewidth=3, label=arm)
+    fig.legend(loc="outside lower center", ncols=2)
+    ax.set_title("Sorting digits, 15 epochs")
+    ax.set(xlabel="processor seconds", ylabel="accuracy, held-out prompts", ylim=(0.45, 0.92))
+
+
+def page(back, text, size, path, *parts):
+    """Draws parts above each other on a page of a colour."""
+    rc = {"text.color": text, "axes.edgecolor": text, "axes.labelcolor": text}
+    rc |= {"xtick.color": text, "ytick.color": text, "font.size": 17, "axes.titlesize": 18}
+    rc |= {f"{name}.facecolor": back for name in ("figure", "axes", "savefig")}
+    with plots.plt.rc_context():
+        plots.style()
+        plots.plt.rcParams.update(rc)
+        fig = plots.plt.figure(figsize=size)
+        figures = np.atleast_1d(fig.subfigures(len(parts), 1))
+        for part, (draw, *arguments) in zip(figures, parts):
+            draw(part, *arguments)
+        fig.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.25)
+        plots.plt.close(fig)
+
+
+def draw_all(folder=HERE.parent):
+    arms = load()["digits"]
+    for name, (back, text) in PAGES.items():
+        colours = plots.COLOURS | {"grpo-skip": text}
+        ratios, curves = (draw_ratios, arms, colours), (draw_curves, arms, colours)
+        page(back, text, (9.6, 10), folder / f"pruning{name}.png", (draw_one_step,), ratios)
+        page(back, text, (9.6, 6), folder / f"accuracy{name}.png", curves)
+
+
+if __name__ == "__main__":
+    draw_all()
