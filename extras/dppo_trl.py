@@ -20,7 +20,10 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is B
-   divided by the number of prompts that the rule would need.
+   divided by the number of prompts that the rule would need. And TRL's `epoch` counts batches, so
+   a run of as many epochs makes as many rollouts as without pruning, and looks at each prompt more
+   often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's `passes` says how
+   often it has.
 2. The memory is one batch older, because the data loader fetches a batch ahead.
 3. An epoch's last window may reach into the next epoch.
 4. TRL pads sequences and does not pack them.
@@ -28,15 +31,15 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 6. In the log, `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/...` are estimates for
    the window, in which a kept prompt counts w_q times and a missing reward does not count. Groups
    with fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them
-   out. All other metrics, such as the lengths, are TRL's, and describe the rows that TRL has.
+   out. All other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
    is a mean over the rows that are trained, and would be biased.
 8. A rule gets a Rollout without sequences, so it sees no texts and no log-probabilities.
 
 So far it has run on CPUs only, in one process and in two.
 
-N  prompts of a window                  B  prompts of a batch, as TRL has them
-K  prompts kept of it, at most B        R  rows of a process: its share of the B G completions
+N  prompts of a window                  B  prompts of TRL's batch, which is the limit
+K  prompts kept of a window, at most B  R  rows of a process: its share of the B G completions
 G  completions of a prompt              m  mean length of completions in earlier batches, in trained
                                            tokens, so without the tokens of tools
 """
@@ -54,7 +57,7 @@ from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require
 class WindowSampler(RepeatSampler):
     """The prompts kept of each window, in the rows that TRL expects. Because the data loader is one
     batch ahead, the weights of these prompts wait in a queue. All processes draw the same prompts,
-    since they have the same seed and history."""
+    since they have the same seed and memory."""
 
     def __init__(self, trainer, rule):
         G, B = rule.config.group_size, rule.config.prompts_per_step
@@ -138,7 +141,7 @@ class DPPOTrainer(GRPOTrainer):
         if not self.model.training:
             return batch
 
-        # 1. What was drawn of the window, and its rollout in all processes.
+        # 1. The prompts drawn from the window, and their rollout, from all processes.
         N, prompts, w_q, worth = self.windows.queue.pop(0)
         by_function, rewards, lengths = self.rollout_of(prompts, batch)
         A = group_advantages(rewards, scale_by_std=self.scale_rewards != "none")  # (K, G)

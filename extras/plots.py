@@ -1,6 +1,6 @@
 """The pictures of the notebook and of README.
 
-The curves of two runs, which need none of this file:
+To plot the curves of two runs without this file:
 
     import pandas
     from matplotlib import pyplot
@@ -15,6 +15,8 @@ The curves of two runs, which need none of this file:
 Each function draws one picture from numbers that it is given. Colours are those of Okabe and Ito,
 which colour-blind readers tell apart, and labels are as large as a notebook's text.
 """
+
+import math
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,11 +48,10 @@ def table(head, *rows):
     return Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
 
 
-def draw_step(fig, pi, states, told=""):
+def draw_step(fig, pi, states, kept, told=""):
     """A step: above, each candidate's pi as a bar, with the weight of those that were kept; below,
-    the completions of these, as columns of `states`: 0 no gradient, 1 pruned, 2 kept. (N,) pi, NaN
-    in the (G, N) states of a prompt that is not kept."""
-    kept = ~states[0].isnan()
+    their completions, as columns of `states`: 0 no gradient, 1 pruned, 2 kept. (N,) pi; (G, N)
+    states; (N,) whether a prompt is kept. The groups of the others are drawn in pale colours."""
     above, below = fig.subplots(2, 1, sharex=True, height_ratios=[3, 5])
     place = torch.arange(len(pi)) + 0.5
     for name, those in (("pruned", ~kept), ("kept", kept)):
@@ -60,8 +61,10 @@ def draw_step(fig, pi, states, told=""):
         above.text(q + 0.6, pi[q] + 0.08, text, ha="center", fontsize="small", rotation=90)
     above.set(ylabel="π", yticks=[0, 1], ylim=(0, 1.15))
     above.set_title(f"{told}{len(pi)} candidate prompts, {int(kept.sum())} rolled out")
-    page = plt.rcParams["figure.facecolor"]
-    below.pcolormesh(states, cmap=ListedColormap([*STATES.values()]), vmin=0, vmax=2, ec=page)
+    style = {"cmap": ListedColormap([*STATES.values()]), "vmin": 0, "vmax": 2}
+    style["ec"] = plt.rcParams["figure.facecolor"]
+    for those, alpha in ((kept, 1.0), (~kept, 0.4)):
+        below.pcolormesh(states.double().masked_fill(~those, math.nan), alpha=alpha, **style)
     trained = int((states == 2).sum())
     below.set_title(f"their {states[:, kept].numel()} completions, {trained} trained")
     below.set(xticks=[], yticks=[], xlim=(0, len(pi)), ylim=(len(states), 0), frame_on=False)
@@ -69,7 +72,7 @@ def draw_step(fig, pi, states, told=""):
     fig.legend(patches, STATES, loc="outside lower center", ncols=3)
 
 
-def draw_rollouts(numbers, places, teaches, classes):
+def draw_rollouts(numbers, places, teaches, classes, title):
     """Each rollout of a prompt as a mark; classes: {name: (middle, text)}."""
     fig, ax = plt.subplots(figsize=(8.4, 4.4))
     colours = ListedColormap([STATES["no gradient (A = 0)"], COLOURS["our rule"]])
@@ -78,8 +81,8 @@ def draw_rollouts(numbers, places, teaches, classes):
         ax.text(1.03 * numbers[-1], middle, text, va="center")
     ax.set(xlabel="step", xlim=(0, 1.01 * numbers[-1]))
     ax.set(ylabel="prompts, by number of digits", yticks=[])
-    ax.set_title("Prompts that teach are rolled out more often than the others")
-    names = ["no gradient (A = 0)", "a gradient"]
+    ax.set_title(title)
+    names = ["equal rewards", "different rewards"]
     fig.legend(drawn.legend_elements()[0], names, loc="outside lower center", ncols=2)
 
 
@@ -110,21 +113,22 @@ def draw_training(curves):
 
 
 def draw_cloud(clouds):
-    """Steps on one batch as dots, and their mean as a large one: {name: (x, y, colour)}, (n,) x, y.
-    All of the first one's dots are shown."""
+    """Steps on one batch as dots, and their mean as a large one: {name: (x, y, colour, label)} with
+    (n,) x, y. The axes show every dot of the first one."""
     fig, ax = plt.subplots(figsize=(8.4, 4.8))
-    x, y, _ = next(iter(clouds.values()))
+    x, y, *_ = next(iter(clouds.values()))
     low, high = torch.stack([x.min(), y.min()]), torch.stack([x.max(), y.max()])
-    for name, (x, y, colour) in clouds.items():
+    for x, y, colour, label in clouds.values():
         mean = torch.stack([x.mean(), y.mean()])
         low, high = low.minimum(mean), high.maximum(mean)
         ax.plot(x, y, ".", color=colour, markersize=3, alpha=0.35, zorder=1)
-        ax.plot(*mean, "o", color=colour, markersize=13, mec="white", zorder=2, label=name)
+        ax.plot(*mean, "o", color=colour, markersize=13, mec="white", zorder=2, label=label)
     ax.plot(1, 0, "*", color="black", markersize=11, mec="white", zorder=3, label="full gradient")
     pad = 0.06 * (high - low)
     (left, bottom), (right, top) = (low - pad).tolist(), (high + pad).tolist()
     ax.set(xlim=(left, right), ylim=(bottom, top))
-    ax.set(xlabel="along the full gradient", ylabel="where Literal turns")
+    ax.set(xlabel="along the full gradient, whose length is 1", ylabel="towards Literal's error")
+    ax.set_aspect("equal")
     fig.legend(loc="outside upper center", ncols=len(clouds) + 1)
 
 
@@ -140,8 +144,8 @@ def draw_guessing(runs):
 
 
 def draw_packing(lengths, kinds, longest):
-    """Sequences in slots, as pieces of two greys: {index: length}, {title: slots}. Then, what each
-    token of the last kind's first slot may attend to: what came before it in its sequence."""
+    """The sequences of each slot, in alternating greys: {index: length}, {title: slots}. The last
+    panel is the attention mask of the first slot of the last kind."""
     greys = ("0.35", "0.7")
     fig, axes = plt.subplots(1, len(kinds) + 1, figsize=(8.4, 3.4))
     for ax, (title, slots) in zip(axes, kinds.items()):
@@ -164,29 +168,3 @@ def draw_packing(lengths, kinds, longest):
     axes[-1].imshow(mask, cmap=ListedColormap(["white", *greys]), vmin=0, vmax=2)
     axes[-1].set(xlabel="attends to", ylabel="token", xticks=[], yticks=[])
     axes[-1].set_title("mask of the first slot", fontsize="medium")
-
-
-def draw_means(curves, xlabel, end, ylabel):
-    """Mean curves with their bands: {name: (x, mean, low, high, colour)}, until x = end. The
-    name of a line that stops before is above its end, and of another beside it."""
-    fig, ax = plt.subplots(figsize=(8.4, 4.8))
-    stopping, beside = [], {}
-    for name, (x, mean, low, high, colour) in curves.items():
-        shown = x <= end
-        x, mean = x[shown], mean[shown]
-        ax.fill_between(x, low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
-        ax.plot(x, mean, color=colour, linewidth=2)
-        if x[-1] < 0.9 * end:
-            stopping.append((x[-1].item(), mean[-1].item(), name, colour))
-        else:
-            beside[name] = (x[-1].item(), mean[-1].item(), colour)
-    highest = max(mean.max().item() for _, mean, *_ in curves.values())
-    lowest = min(mean.min().item() for _, mean, *_ in curves.values())
-    line = 0.08 * (highest - lowest)
-    label_ends(ax, beside, line)
-    for place, (x, y, name, colour) in enumerate(sorted(stopping, reverse=True)):
-        above = highest + (place + 1) * line
-        ax.plot([x, x], [y, above], color=colour, linewidth=0.8)
-        ax.text(x, above, f" {name}", color=colour, va="center")
-    ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, end))
-    ax.set(ylim=(lowest - 0.5 * line, highest + (len(stopping) + 1) * line))

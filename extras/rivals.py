@@ -10,22 +10,22 @@ things: the weights are gone, and the divisor is the number kept. WeightOne chan
 only: it keeps the divisor N G, so its gradient is shorter as well as turned.
 
 Literal is the paper's Algorithm 1 as it is reported [second-hand]. Of the k scores below the mean
-it always removes the lowest floor(r k), where DPPO removes as many at random, and it gives the
-others the weights C/(1 - P) of DPPO. Of equal scores, which most are, the first are removed. A
-removed prompt keeps its score. It returns once floor(r k) scores lie below its own: because the
-mean fell, and so k, or because other prompts got lower scores.
+it always removes the lowest floor(r k), where DPPO prunes as many at random, and it gives the
+others the weights C/(1 - P) of DPPO. Most scores are equal, and among equal ones, the first are
+removed. A removed prompt keeps its score. It returns when at least floor(r k) scores lie below its
+own. This happens if the mean falls, and k with it, or if other prompts get lower scores.
 
 CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|. Its loss is the
 mean over all kept completions, those with A = 0 included, as in its repository. (The repository
 averages over their tokens, whereas here every objective has its own Z. It also ranks the
 completions of a whole batch, where the paper's tables count k of each group.) The paper fills the
-room of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a batch of 32.
+space of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a batch of 32.
 
-GRESO (arXiv 2506.02177) rolls out a prompt less often, the longer it has been always right or never
-right, and refills its batch until enough groups have rewards that differ. Its loss is the mean over
-their completions. The paper's own code tosses a coin for each prompt and adapts p from the second
-epoch on. Here dppo.draw draws, so that the number kept does not scatter, and p adapts from the
-first step on.
+GRESO (arXiv 2506.02177) rolls out a prompt less often, the more visits in a row its completions
+were all correct or all wrong. It refills its batch until enough groups have rewards that differ.
+Its loss is the mean over their completions. GRESO's own code flips a coin for each prompt, and
+adapts its probabilities p (see the class) from the second epoch on. Here dppo.draw is used, so that
+the number kept hardly varies, and p adapts from the first step on.
 """
 
 import math
@@ -37,7 +37,7 @@ from dppo import DPPO, Rollout, Rule, Step, draw, group_advantages, sample_and_g
 
 
 class Unweighted(DPPO):
-    """Prunes as DPPO does, but all that it keeps weighs the same, and the loss is its mean."""
+    """Prunes as DPPO does, but all kept completions have one weight: the loss is their mean."""
 
     def prune_prompts(self, upcoming, generator):
         self.N, prompts, w_q = super().prune_prompts(upcoming, generator)
@@ -68,7 +68,8 @@ def without_the_lowest(scores, rate):
 
 
 class Literal(DPPO):
-    """Algorithm 1 as it is reported: removes the lowest, and weighs the rest as if by chance."""
+    """Algorithm 1 as it is reported: always removes the lowest scores, but weights the others as if
+    the removal had been random."""
 
     def prune_prompts(self, upcoming, generator):
         weights = without_the_lowest(self.memory["score"], self.config.prompt_prune_rate)
@@ -93,15 +94,15 @@ class CPPO(Rule):
         k = max(1, math.floor((1 - self.config.completion_prune_rate) * G + 1e-9))
         largest = A.abs().topk(k, dim=1).indices
         kept = torch.zeros_like(A).scatter(1, largest, 1.0)
-        # In the loss, w_qi/(B G) is then 1/(B k). Those without a gradient count, but need no pass.
+        # In the loss, w_qi/(B G) is then 1/(B k). Those without a gradient count in k.
         return kept * G / k * dppo.has_gradient(A, self.config.beta)
 
 
 class GRESO(Rule):
-    """Rolls out a prompt with probability p^z if its last z visits were all right, or all wrong.
-    Trains the first prompts_per_step groups that teach."""
+    """Rolls out a prompt with probability p^z if its completions were all correct, or all wrong, at
+    its last z visits. Trains the first prompts_per_step groups that teach."""
 
-    # streak: visits in a row that were all right or, below 0, all wrong; p: one for all prompts
+    # streak: visits in a row with all correct or, below 0, all wrong; p: one for all prompts
     remembers = {"streak": 0.0, "p_easy": 0.5, "p_hard": 0.5}
 
     def prompt_probabilities(self):
@@ -176,7 +177,7 @@ class GRESO(Rule):
         streak = self.memory["streak"][prompts]
         goes_on = (streak * kind > 0) | mean.isnan()  # without rewards, this was no visit
         self.memory["streak"][prompts] = kind + streak * goes_on
-        # Either kind has a share of the rollout to aim at, a quarter in all.
+        # p_easy and p_hard adapt until easy groups are 1/12 of the rollout and hard ones 1/6.
         graded = kind[~mean.isnan()]
         if len(graded) == 0:
             return

@@ -1,4 +1,4 @@
-"""Tests of what one can plug in, of the notebook, and of the code printed in README and docstrings.
+"""Tests of what one can plug in, and of the code printed in README and docstrings.
 
 python -m pytest -q extras/test_extras.py
 """
@@ -150,32 +150,6 @@ def test_answers_in_latex_are_compared_by_what_they_mean():
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     for completions in (texts, chats):
         assert math_reward.reward(texts, completions, answer=golds, level=1) == [*grades]
-
-
-# ==== The notebook ====
-@pytest.fixture
-def notebook():
-    return pytest.importorskip("nbformat").read(ROOT / "notebook.ipynb", as_version=4)
-
-
-def test_the_notebook_was_executed_from_top_to_bottom(notebook):
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_slow_what_the_notebook_claims_holds_for_another_starting_model(
-    notebook, tmp_path, monkeypatch, seed
-):
-    """Claims are assertions in its cells."""
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where the starting model is looked for
-    manual_seed = torch.manual_seed
-    with mock.patch("torch.manual_seed", lambda _: manual_seed(seed)):
-        dppo.warm_started(transformers.ByT5Tokenizer(extra_ids=0))
-    place = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
 
 
 # ==== Our rule: it is unbiased, too, and a step has the noise that is asked for ====

@@ -19,6 +19,7 @@ import dppo
 from extras import plots
 from extras.experiments.analysis import curve_of, interval, smoothed, time_ratio
 from extras.experiments.run import load
+from extras.notebook_tools import graded
 
 HERE = Path(__file__).parent
 PAGES = {"": ("white", "0.1"), "-dark": ("#0d1117", "#e6edf3")}  # page, text
@@ -28,15 +29,10 @@ SHOWN |= {"our rule (0.9, 0)": "our rule"}
 LEVELS = np.arange(0.75, 0.861, 0.01)
 
 
-def graded(prompts, rewards, w_q=None):
-    """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without its sequences."""
-    w_q = torch.ones(len(prompts)).double() if w_q is None else w_q
-    return dppo.Rollout(prompts, w_q, [], rewards, None, dppo.group_advantages(rewards))
-
-
 def one_step():
     """A step with the built-in task -> (N,) pi of its candidates; (G, N) the state of each of their
-    completions: 0 has no gradient, 1 is pruned, 2 is kept, and NaN is of a pruned prompt."""
+    completions: 0 has no gradient, 1 is pruned, 2 is kept, and NaN is of a pruned prompt; (N,)
+    whether a prompt is kept."""
     config = dppo.configure(prompts_per_step=24)
     task = dppo.load_task(config)
     torch.manual_seed(0)
@@ -52,7 +48,7 @@ def one_step():
     w_qi = rule.prune_completions(rollout, generator)
     states = torch.full((config.group_size, N), math.nan)
     states[:, prompts] = ((rollout.A != 0).float() + (w_qi > 0)).T
-    return rule.prompt_probabilities()[:N], states
+    return rule.prompt_probabilities()[:N], states, ~states[0].isnan()
 
 
 def draw_one_step(fig):

@@ -1,0 +1,57 @@
+"""Tests of the notebook.
+
+python -m pytest -q extras/test_notebook.py
+"""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import dppo
+
+ROOT = Path(dppo.__file__).parent
+CLAIMS = """
+totals = {name: tools.totals(run) for name, run in runs.items()}
+taught = {name: tools.teaching(run.steps).double().mean() for name, run in runs.items()}
+assert taught["grpo-skip"] < 0.3 and equal > 0.7
+assert min(taught["dppo"], taught["our rule"]) > 1.3 * taught["grpo-skip"]
+assert totals["dppo"]["candidates"] > 1.5 * totals["grpo-skip"]["candidates"]
+assert totals["our rule"]["rolled out"] < 0.8 * totals["grpo-skip"]["rolled out"]
+assert all(run.curve[-1][1] > run.curve[0][1] + 0.1 for run in runs.values())
+assert all(same) and round(estimates.mean().item(), 1) == 2 and 16 / worth < 12
+
+chance = tools.degrees_by_chance(weights["dppo"], g)
+turned = {name: tools.degrees(w.mean(dim=0) @ g, full) for name, w in weights.items()}
+assert turned["dppo"] < 3 * chance and min(turned["unweighted"], turned["Literal"]) > 4 * chance
+assert tools.degrees(winners, full) > 4 * chance
+assert tools.degrees_by_chance(weights["unweighted"], g) < chance
+assert (weights["Literal"] == weights["Literal"][0]).all()
+"""
+
+
+@pytest.fixture
+def notebook():
+    return pytest.importorskip("nbformat").read(ROOT / "notebook.ipynb", as_version=4)
+
+
+def test_the_notebook_was_executed_from_top_to_bottom(notebook):
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_slow_the_notebook_s_claims_hold_for_another_starting_model(
+    seed, notebook, tmp_path, monkeypatch
+):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where the starting model is looked for
+    manual_seed = torch.manual_seed
+    with mock.patch("torch.manual_seed", lambda _: manual_seed(seed)):
+        dppo.warm_started(transformers.ByT5Tokenizer(extra_ids=0))
+    notebook.cells.append(dict(notebook.cells[-2], source=CLAIMS))
+    place = {"metadata": {"path": str(ROOT)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
