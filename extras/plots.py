@@ -1,4 +1,4 @@
-"""The pictures of the notebook and of README.
+"""How pictures are drawn, in the notebook and in experiments/picture.py.
 
 To plot the curves of two runs without this file:
 

@@ -25,7 +25,6 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 CLOCKS = {"steps": 0, "seconds": 1, "completions": 2}  # columns of a curve
 LEVELS = {"digits": (0.80, 0.84), "digits, other rules": (0.80, 0.84), "sums": (0.70, 0.74)}
 LEVELS["SmolLM2"] = (0.60, 0.65)
-GROUP = 8  # completions of a prompt
 
 # `short` counts the runs, of either arm, that never got where they are compared.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0])
@@ -85,13 +84,6 @@ def interval(values, short=0):
 def difference(measure, arm, control):
     values, others = paired(measure, arm, control)
     return interval(values - others)
-
-
-def ratio(measure, arm, control):
-    """The geometric mean of paired ratios."""
-    values, others = paired(measure, arm, control)
-    middle, low, high, _ = interval(np.log(values / others))
-    return Estimate(*np.exp([middle, low, high]))
 
 
 def time_ratio(level, clock, arm, control):
