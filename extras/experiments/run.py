@@ -4,9 +4,9 @@
     python extras/experiments/run.py digits                 # all of them, two at a time
     python extras/experiments/run.py gather                 # runs/experiments -> runs.json
 
-A finished run is kept in runs/experiments, and is not made again while it is there. If it is also in
-runs.json, its numbers are printed beside the saved ones. Of these, seconds depend on the machine, and all others on rounding errors
-in the starting model.
+A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
+in runs.json, its numbers are printed beside the saved ones. Of these, seconds depend on the
+machine, and all others on rounding errors in the starting model.
 """
 
 import json
