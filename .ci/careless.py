@@ -150,9 +150,9 @@ CHANGES = r"""
 - head(hidden).float().div_(temperature)
 # temperature forgotten in training
 + head(hidden).float()
-- torch.min(rho * A, clipped)
+- torch.min(unclipped, clipped)
 # the larger of clipped and unclipped
-+ torch.max(rho * A, clipped)
++ torch.max(unclipped, clipped)
 # clipped also where that hides a bad update
 + clipped
 - log_ratio, "mean", include_self
@@ -279,11 +279,11 @@ CHANGES = r"""
 - restore(config.history, rule)[-1]["candidates_so_far"]
 # a run with history repeats the draws of the earlier run
 + restore(config.history, rule)[0]["candidates_so_far"]
-- is_time = is_over or record["step"] % (config.save_every or math.inf) == 0
+- is_time = is_over or record["step"] % (rule.config.save_every or math.inf) == 0
 # nothing is saved before the end
 + is_time = is_over
 # a stopped run is not saved
-+ is_time = done >= goal or record["step"] % (config.save_every or math.inf) == 0
++ is_time = done >= goal or record["step"] % (rule.config.save_every or math.inf) == 0
 - torch.save(values, unfinished)
 # a process that is killed while it saves leaves half a checkpoint
 + torch.save(values, path)
@@ -347,12 +347,27 @@ CHANGES = r"""
 - require(not needs_answer or answer is not None
 # a column that is named and absent is not noticed
 + require(True
-- require(not any(token in str(prompt) for token in controls)
+- require(not any(token in "\n".join(texts) for token in controls)
 # prompts become control tokens
 + require(True
-- require(not unknown
+- require(not extra
 # a misspelt variable of the template is ignored
 + require(True
+- require(message["content"].strip() in text
+# a prompt that the template drops is trained
++ require(True
+- {*map(type, texts)} == {str}
+# contents that are no texts are trained
++ len(texts) > 0
+- os.register_at_fork(after_in_child
+# what a reward has forked cannot be terminated
++ os.register_at_fork(after_in_parent
+- errors="backslashreplace"
+# what stdout cannot encode ends a run
++ errors="strict"
+- return list(csv.DictReader(Path(spec).open(newline="", encoding="utf-8-sig")))
+# numbers of a csv file lose their zeros
++ return datasets.load_dataset("csv", data_files=spec, split="train")
 - line {error.lineno}
 # a broken line is told by another number
 + line {error.lineno - 1}
@@ -368,7 +383,7 @@ CHANGES = r"""
 - copy.deepcopy(examples[i // G] | {"completion_ids": ids})
 # a reward changes the data
 + examples[i // G] | {"completion_ids": ids}
-- [^\w.-]*({NUMBER})
+- [^\w.#-]*({NUMBER})
 # a heading with a number is taken for the answer
 + .*?({NUMBER})
 - return "" if "<think>" in text else text.strip()
