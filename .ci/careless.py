@@ -365,7 +365,7 @@ CHANGES = r"""
 - errors="backslashreplace"
 # what stdout cannot encode ends a run
 + errors="strict"
-- return list(csv.DictReader(Path(spec).open(newline="", encoding="utf-8-sig")))
+- return list(csv.DictReader(Path(spec).open(encoding="utf-8-sig"), restkey="more"))
 # numbers of a csv file lose their zeros
 + return datasets.load_dataset("csv", data_files=spec, split="train")
 - line {error.lineno}
