@@ -123,8 +123,8 @@ def draw_one_step(step, pi, unseen):
     fig = plots.plt.figure(figsize=(8.4, 4.8))
     plots.draw_step(fig, pi[window], states, kept)
     taught = int((states[:, ~kept] > 0).any(dim=0).sum())
-    title = f"{fig.axes[1].get_title('left')}; {taught} of {int((~kept).sum())} pruned groups teach"
-    fig.axes[1].set_title(title, fontsize="medium")
+    told = f"{taught} of {int((~kept).sum())} pruned groups would teach"
+    fig.axes[1].set_title(f"{fig.axes[1].get_title('left')}; {told}", fontsize="medium")
 
 
 def draw_weights(kind, past, rewards, number=1000):

@@ -127,7 +127,8 @@ def draw_cloud(clouds):
     pad = 0.06 * (high - low)
     (left, bottom), (right, top) = (low - pad).tolist(), (high + pad).tolist()
     ax.set(xlim=(left, right), ylim=(bottom, top))
-    ax.set(xlabel="along the full gradient, whose length is 1", ylabel="towards Literal's error")
+    ax.set(xlabel="along the full gradient, whose length is 1")
+    ax.set(ylabel="sideways, to Literal's error")
     ax.set_aspect("equal")
     fig.legend(loc="outside upper center", ncols=len(clouds) + 1)
 
