@@ -121,8 +121,8 @@ def cell(estimate, show="{:.2f}".format):
 
 
 def method(arm):
-    """`dppo` (0.7, 0.7); but our rule has no name of the code."""
-    return arm if arm.startswith("our rule") else re.sub(r"^[\w-]+", r"`\g<0>`", arm)
+    """`dppo` (0.7, 0.7); only what a method is called in the code is set as code."""
+    return re.sub(r"^(grpo(-skip)?|dppo|[A-Z]\w+)", r"`\g<0>`", arm)
 
 
 def times_table(name, arms):
