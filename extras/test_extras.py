@@ -51,13 +51,10 @@ NAN = math.nan
 # ==== Code and commands, as they are printed ====
 def printed_block(words):
     """The one block with these words in it, in README or in a docstring of extras."""
-    texts = [(ROOT / "README.md").read_text()]
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     for path in ROOT.glob("extras/*.py"):
-        texts.append(ast.get_docstring(ast.parse(path.read_text())) or "")
-    blocks = []
-    for text in texts:
-        blocks += re.findall(r"^```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        blocks += re.findall("(?:^    .*\n)+", text, re.MULTILINE)
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        blocks += re.findall("(?:^    .*\n)+", docstring, re.M)
     [block] = [block for block in blocks if words in block]
     return textwrap.dedent(block)
 
