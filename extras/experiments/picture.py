@@ -56,19 +56,26 @@ def draw_one_step(fig):
 
 
 def draw_ratios(fig, arms, colours):
-    """The time to each level over grpo-skip's, with its 95% interval."""
+    """The time to each level over grpo-skip's, with its 95% interval. A point is hollow where some
+    runs never get there, and so count with their length."""
     ax = fig.subplots()
     ax.axhline(1, color=colours["grpo-skip"], linewidth=3)
     ax.text(0.86, 1.01, "grpo-skip", ha="right", va="bottom", color=colours["grpo-skip"])
     for arm in ("dppo (0.7, 0.7)", "our rule (0.9, 0)"):
         colour = colours[SHOWN[arm]]
         ratios = [time_ratio(level, "seconds", arms[arm], arms["grpo-skip"]) for level in LEVELS]
-        middle, low, high, _ = np.array(ratios).T
+        middle, low, high, short = np.array(ratios).T
         ax.fill_between(LEVELS, low, high, color=colour, alpha=0.2, linewidth=0)
-        ax.plot(LEVELS, middle, "o-", color=colour, linewidth=3, label=arm)
+        ax.plot(LEVELS, middle, color=colour, linewidth=3, label=arm)
+        for those, face in ((short == 0, colour), (short > 0, ax.get_facecolor())):
+            ax.plot(LEVELS[those], middle[those], "o", color=colour, mfc=face, markersize=9)
     fig.legend(loc="outside lower center", ncols=2)
     ax.set_title(f"Time to an accuracy, over grpo-skip's: {len(arms['grpo'])} seeds, 95%")
-    ax.set(xlabel="accuracy", ylim=(0.3, 1.2), xlim=(LEVELS[0], LEVELS[-1]))
+    ax.set(
+        xlabel="accuracy (hollow: some runs never get there)",
+        ylim=(0.3, 1.2),
+        xlim=(LEVELS[0], LEVELS[-1]),
+    )
 
 
 def draw_curves(fig, arms, colours):
