@@ -225,7 +225,7 @@ CHANGES = r"""
 # a rule that works in place changes the list of sequences
 + {id(rollout.sequences): rollout.sequences}
 
-## rejects, override, can_mend, other_error, mine_py
+## rejects, override, can_mend, other_error, a_module
 - least <= value < below
 # NaN is accepted
 + not (value < least or value >= below)
