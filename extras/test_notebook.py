@@ -3,6 +3,7 @@
 python -m pytest -q extras/test_notebook.py
 """
 
+import copy
 from pathlib import Path
 from unittest import mock
 
@@ -51,6 +52,8 @@ def test_slow_the_notebook_s_claims_hold_for_another_starting_model(
     manual_seed = torch.manual_seed
     with mock.patch("torch.manual_seed", lambda _: manual_seed(seed)):
         dppo.warm_started(transformers.ByT5Tokenizer(extra_ids=0))
-    notebook.cells.append(dict(notebook.cells[-2], source=CLAIMS))
+    claims = copy.deepcopy(notebook.cells[-2])
+    claims.source = CLAIMS
+    notebook.cells.append(claims)
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
