@@ -487,6 +487,8 @@ def too_long(number, frame):
 
 def first_failure(change):
     """Error and name of the first test that fails with a change, "" if none does."""
+    # A test has a pool of its own, which a daemonic process may not have.
+    multiprocessing.current_process()._config["daemon"] = False
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(240)
     watcher = Watcher(change.words)
@@ -496,7 +498,7 @@ def first_failure(change):
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(told), redirect_stderr(told):
         os.chdir(folder)
         shutil.copytree(ROOT / "extras", "extras", ignore=shutil.ignore_patterns("*.json", "*.png"))
-        for name in ("dppo.py", "test_dppo.py"):
+        for name in ("dppo.py", "test_dppo.py", "README.md"):
             shutil.copy(ROOT / name, name)
         file.write_text(source)
         options = ["-x", "-k", "not slow", "--assert=plain", "--basetemp=temporary"]
