@@ -333,9 +333,6 @@ CHANGES = r"""
 - record["logprob_difference"] = updates[0]["logprob_difference"]
 # later updates count in logprob_difference
 + pass
-- bar.update(min(done, goal) - bar.n)
-# the bar does not move
-+ pass
 
 ## counted, parquet, json, evaluates, shape_of, a_number, reasoning, templates
 - seen = {tuple(example["prompt_ids"]) for example in evaluated}
