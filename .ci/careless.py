@@ -215,9 +215,9 @@ CHANGES = r"""
 - "dapo": mean_length}
 # dapo divides by this step's mean length, which depends on the draw
 + "dapo": lengths.mean()}
-- w_q @ lengths.mean(dim=1) / w_q.sum()
+- mean_length = window_mean(lengths, w_q)
 # the mean length of survivors taken for the window's
-+ lengths.mean()
++ mean_length = lengths.mean().item()
 - rule.prune_completions(copied(rollout), generator)
 # a rule that works in place changes the advantages
 + rule.prune_completions(rollout, generator)

@@ -51,7 +51,7 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require
+from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require, window_mean
 
 
 class WindowSampler(RepeatSampler):
@@ -168,8 +168,8 @@ class DPPOTrainer(GRPOTrainer):
         total = N * self.num_generations
         scale = 1 if self.loss_type == "dapo" else processes * count / total
         batch["advantages"] = (scale * w_of * A_of).to(batch["advantages"])
-        length = w_q @ lengths.mean(dim=1) / w_q.sum()  # of the window, estimated
-        m = rule.memory["mean_length"].nan_to_num(length.item())
+        length = window_mean(lengths, w_q)
+        m = rule.memory["mean_length"].nan_to_num(length)
         batch["num_items_in_batch"] = (total * m).to(batch["advantages"])
         rows = rows.to(batch["advantages"].device)
         for name, value in batch.items():

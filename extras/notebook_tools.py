@@ -11,8 +11,6 @@ import torch
 import dppo
 from extras import plots
 
-COLOURS = plots.COLOURS | {"unweighted": plots.COLOURS["Unweighted"]}
-
 
 # ==== Live runs ====
 class Run:
@@ -102,7 +100,7 @@ def draw_visits(run):
 
 
 def draw_training(runs):
-    plots.draw_training({name: (run.curve, COLOURS[name]) for name, run in runs.items()})
+    plots.draw_training({name: (run.curve, plots.COLOURS[name]) for name, run in runs.items()})
 
 
 # ==== Steps on one batch ====
@@ -181,7 +179,8 @@ def draw_cloud(g, weights):
     for name, w in weights.items():
         x, y = (w @ (g @ axes)).T
         turned = degrees(w.mean(dim=0) @ g, full)
-        clouds[name] = (x, y, COLOURS.get(name, COLOURS["other"]), f"{name}: {turned:.0f}°")
+        colour = plots.COLOURS.get(name, plots.COLOURS["other"])
+        clouds[name] = (x, y, colour, f"{name}: {turned:.0f}°")
     plots.draw_cloud(clouds)
 
 
@@ -192,7 +191,7 @@ def draw_guessing(runs):
     for arm, of_seed in runs.items():
         rows = [[[point[0], point[3]] for point in run["curve"]] for run in of_seed.values()]
         steps, guesses = torch.tensor(rows, dtype=torch.float64).unbind(dim=2)
-        lines[arm] = (steps[0], guesses, COLOURS[arm.split(" ")[0]])
+        lines[arm] = (steps[0], guesses, plots.COLOURS[arm.split(" ")[0]])
     plots.draw_guessing(lines)
 
 

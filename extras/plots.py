@@ -24,10 +24,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
-# One colour for a method, wherever it is drawn. (On a dark page, grpo-skip is as light as text.)
+# One colour for a method, wherever it is drawn; "other" is for a reader's own. (On a dark page,
+# grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
-COLOURS |= {"with memory": "#CC79A7", "other": "#CC79A7", "CPPO": "#E69F00", "Literal": "#0072B2"}
-COLOURS |= {"GRESO": "#56B4E9", "Unweighted": "#8C510A"}
+COLOURS |= {"unweighted": "#8C510A", "Literal": "#0072B2", "other": "#CC79A7"}
 
 
 def style():

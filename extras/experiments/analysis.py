@@ -75,10 +75,10 @@ def paired(measure, arm, control):
     return np.array([[measure(runs[seed]) for seed in arm] for runs in (arm, control)])
 
 
-def interval(values, short=0):
+def interval(values):
     """The mean of values, with its t-interval."""
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
-    return Estimate(np.mean(values), low, high, short)
+    return Estimate(np.mean(values), low, high)
 
 
 def difference(measure, arm, control):
