@@ -128,7 +128,7 @@ def draw_cloud(clouds):
     (left, bottom), (right, top) = (low - pad).tolist(), (high + pad).tolist()
     ax.set(xlim=(left, right), ylim=(bottom, top))
     ax.set(xlabel="along the full gradient, whose length is 1")
-    ax.set(ylabel="sideways, to Literal's error")
+    ax.set(ylabel="sideways, towards Literal's mean")
     ax.set_aspect("equal")
     fig.legend(loc="outside upper center", ncols=len(clouds) + 1)
 

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from extras.experiments.run import load
@@ -26,8 +26,9 @@ CLOCKS = {"steps": 0, "seconds": 1, "completions": 2}  # columns of a curve
 LEVELS = {"digits": (0.80, 0.84), "digits, other rules": (0.80, 0.84), "sums": (0.70, 0.74)}
 LEVELS["SmolLM2"] = (0.60, 0.65)
 
-# `short` counts the runs, of either arm, that never got where they are compared.
-Estimate = namedtuple("Estimate", "middle low high short", defaults=[0])
+# `short` is the share of seeds with which a run of either arm never got where they are compared.
+Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
+MOST_SHORT = 1 / 8  # with a larger share, a ratio of times says little
 
 
 # ==== One run ====
@@ -37,18 +38,12 @@ def curve_of(run, clock):
     return points[:, CLOCKS[clock]], points[:, 3]
 
 
-def smoothed(accuracies):
-    """The mean of each accuracy and its neighbours. (The first and the last have one.)"""
-    weights = np.ones(3)
-    sums = np.convolve(accuracies, weights, "same")
-    return sums / np.convolve(np.ones_like(accuracies), weights, "same")
-
-
 def time_to(run, level, clock):
-    """What a clock shows when the run's smoothed curve, on straight lines between evaluations,
-    first reaches a level; NaN if it never does."""
+    """What a clock shows when a run reaches a level, on straight lines between evaluations; NaN if
+    it never does. Its curve is replaced by the nearest one that never falls, since the first of
+    many noisy evaluations to exceed a level would come the sooner, the more there are."""
     times, accuracies = curve_of(run, clock)
-    accuracies = smoothed(accuracies)
+    accuracies = optimize.isotonic_regression(accuracies).x
     reached = np.flatnonzero(accuracies >= level)
     if len(reached) == 0:
         return np.nan
@@ -87,23 +82,23 @@ def difference(measure, arm, control):
 
 
 def time_ratio(level, clock, arm, control):
-    """The ratio of the times to a level. A run that never gets there counts with its length."""
+    """The ratio of the times to a level. A run that does not get there counts with its length."""
     times = paired(partial(time_to, level=level, clock=clock), arm, control)
     lengths = paired(partial(total, clock=clock), arm, control)
     values, others = np.where(np.isnan(times), lengths, times)
     middle, low, high, _ = interval(np.log(values / others))
-    return Estimate(*np.exp([middle, low, high]), np.isnan(times).sum())
+    return Estimate(*np.exp([middle, low, high]), np.isnan(times).any(axis=0).mean())
 
 
 def at_equal_time(clock, arm, control):
-    """The mean difference of two arms' accuracies at equal times, until the shorter one ends."""
+    """The mean difference of two arms' accuracies at the evaluations of the control, until the
+    shorter run ends."""
     gaps = []
     for seed in arm:
-        times, accuracies = curve_of(arm[seed], clock)
-        other_times, others = curve_of(control[seed], clock)
-        grid = np.linspace(0, min(times[-1], other_times[-1]), 200)
-        gap = np.interp(grid, times, accuracies) - np.interp(grid, other_times, others)
-        gaps.append(gap.mean())
+        times, accuracies = curve_of(control[seed], clock)
+        shared = times <= total(arm[seed], clock)
+        gap = np.interp(times, *curve_of(arm[seed], clock)) - accuracies
+        gaps.append(gap[shared].mean())
     return interval(gaps)
 
 
@@ -113,11 +108,12 @@ def signed(value):
 
 
 def cell(estimate, show="{:.2f}".format):
-    """0.81 (0.76–0.86; 2 never)"""
+    """0.81 (0.76–0.86), or only how many never got there, if they are too many."""
     middle, low, high, short = estimate
-    never = f"; {short} never" if short else ""
+    if short > MOST_SHORT:
+        return f"{short:.0%} never"
     to = " to " if show is signed else "–"
-    return f"{show(middle)} ({show(low)}{to}{show(high)}{never})"
+    return f"{show(middle)} ({show(low)}{to}{show(high)})"
 
 
 def method(arm):

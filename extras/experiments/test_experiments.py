@@ -7,6 +7,7 @@ import json
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import dppo
@@ -25,29 +26,47 @@ def arm(*curves):
     return runs
 
 
-SLOW = [0.1, 0.1, 0.4, 0.7, 0.4, 1.0]
-SMOOTH = [0.1, 0.2, 0.4, 0.5, 0.7, 0.7]
+SLOW = [0.1, 0.2, 0.6, 0.4, 0.3, 0.7]  # nearest without a fall: 0.1 0.2 0.43 0.43 0.43 0.7
 
 
-def test_a_run_reaches_a_level_where_its_smoothed_curve_first_does():
-    assert analysis.smoothed(SLOW) == pytest.approx(SMOOTH)
+def test_a_run_reaches_a_level_where_the_nearest_curve_that_never_falls_does():
     run_of_it = arm(SLOW)["0"]
-    assert analysis.time_to(run_of_it, 0.3, "steps") == pytest.approx(1.5)  # from 0.2 to 0.4
-    assert analysis.time_to(run_of_it, 0.6, "seconds") == pytest.approx(35)
+    assert analysis.time_to(run_of_it, 0.15, "steps") == pytest.approx(0.5)
+    assert analysis.time_to(run_of_it, 0.6, "seconds") == pytest.approx(46.25)  # 0.1667 of 0.2667
     assert analysis.time_to(run_of_it, 0.1, "completions") == 0  # it begins there
     assert math.isnan(analysis.time_to(run_of_it, 0.71, "steps"))
 
 
 def test_times_are_compared_by_the_geometric_mean_of_paired_ratios():
-    slow = arm(SLOW, SLOW)
-    fast = arm([0.0, 0.3, 0.6, 0.6], [0.0, 0.3, 0.3, 0.3])  # smooth: .15 .3 .5 .6; .15 .2 .3 .3
+    slow = arm([0.0, 0.2, 0.4, 0.6], [0.0, 0.2, 0.4, 0.6])
+    fast = arm([0.0, 0.3, 0.6], [0.0, 0.15, 0.3, 0.3])
     found = analysis.time_ratio(0.3, "steps", fast, slow)  # 1/1.5 and 2/1.5
     # The t-interval of two logarithms that are log 2 apart: 12.706 (log 2)/2 to either side.
     bounds = [math.sqrt(2) / 1.5 * math.exp(sign * 12.706 * math.log(2) / 2) for sign in (0, -1, 1)]
     assert found[:3] == pytest.approx(bounds, rel=1e-3) and found.short == 0
-    # A run that never reaches 0.5 counts with its 3 steps. The slow one takes 3 steps there.
-    found = analysis.time_ratio(0.5, "steps", fast, slow)
-    assert found.middle == pytest.approx(math.sqrt(2 / 3 * 3 / 3)) and found.short == 1
+    assert analysis.cell(found) == f"{bounds[0]:.2f} ({bounds[1]:.2f}–{bounds[2]:.2f})"
+    # A run that never reaches 0.6 counts with its 3 steps, as many as the slow one takes.
+    found = analysis.time_ratio(0.6, "steps", fast, slow)
+    assert found.middle == pytest.approx(math.sqrt(2 / 3 * 3 / 3)) and found.short == 0.5
+    assert analysis.cell(found) == "50% never"
+
+
+def test_a_run_gains_nothing_by_being_evaluated_more_often():
+    rng = np.random.default_rng(0)
+
+    def noisy(every):
+        runs = {}
+        for seed in range(500):
+            curve = []
+            for step in np.arange(0, 481, every):
+                accuracy = 0.86 - 0.4 * math.exp(-step / 60) + rng.normal(0, 0.03)
+                curve.append([step, step, step, accuracy])
+            runs[seed] = {"curve": curve}
+        return runs
+
+    often, seldom = noisy(every=12), noisy(every=32)
+    for level in (0.78, 0.80, 0.82):  # the first crossing of smoothed curves would give 0.94
+        assert abs(analysis.time_ratio(level, "steps", often, seldom).middle - 1) < 0.03
 
 
 def test_gaps_count_until_the_shorter_run_ends():
