@@ -1,7 +1,7 @@
 """DPPO for TRL 1.16: GRPOTrainer with a pruning rule of dppo.py.
 
 TRL shards models over several GPUs and generates with vLLM. Its rollout and its loss stay as they
-are. To use the trainer, put a file into the folder of dppo.py and start it with `python` or
+are. To use the trainer, put a script like this beside dppo.py and start it with `python` or
 `accelerate launch` (pip install trl==1.16.0):
 
     from extras.dppo_trl import DPPOTrainer
@@ -21,9 +21,9 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is B
    divided by the number of prompts that the rule would need. And TRL's `epoch` counts batches, so
-   a run of as many epochs makes as many rollouts as without pruning, and looks at each prompt more
-   often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's `passes` says how
-   often it has.
+   with pruning, an epoch has as many rollouts as without, and each prompt is a candidate more
+   often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's `passes` gives
+   this number.
 2. The memory is one batch older, because the data loader fetches a batch ahead.
 3. An epoch's last window may reach into the next epoch.
 4. TRL pads sequences and does not pack them.
@@ -39,7 +39,7 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 So far it has run on CPUs only, in one process and in two.
 
 N  prompts of a window                  B  prompts of TRL's batch, which is the limit
-K  prompts kept of a window, at most B  R  rows of a process: its share of the B G completions
+K  prompts kept from a window, at most B R  rows of a process: its share of the B G completions
 G  completions of a prompt              m  mean length of completions in earlier batches, in trained
                                            tokens, so without the tokens of tools
 """
@@ -55,9 +55,9 @@ from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require, 
 
 
 class WindowSampler(RepeatSampler):
-    """The prompts kept of each window, in the rows that TRL expects. Because the data loader is one
-    batch ahead, the weights of these prompts wait in a queue. All processes draw the same prompts,
-    since they have the same seed and memory."""
+    """The prompts kept from each window, in the rows that TRL expects. Because the data loader is
+    one batch ahead, the weights of these prompts wait in a queue. All processes draw the same
+    prompts, since they have the same seed and memory."""
 
     def __init__(self, trainer, rule):
         G, B = rule.config.group_size, rule.config.prompts_per_step
@@ -101,8 +101,8 @@ def mean_and_std(values, w_q):
 
 
 class DPPOTrainer(GRPOTrainer):
-    """GRPOTrainer with a rule; `pruning` has settings of dppo.Config. Its expected gradient is the
-    gradient of GRPO on the whole window."""
+    """GRPOTrainer with a rule; `pruning` has settings of dppo.Config. The expected gradient is that
+    of GRPO on the whole window."""
 
     def __init__(self, *args, pruning=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -152,7 +152,7 @@ class DPPOTrainer(GRPOTrainer):
         w_qi = rule.prune_completions(copy.deepcopy(rollout), self.windows.generator)
         w = w_q[:, None] * w_qi  # (K, G)
 
-        # 3. All processes must train the same number of rows, a multiple of TRL's batches.
+        # 3. All processes must train the same number of rows, a multiple of steps_per_generation.
         processes = self.accelerator.num_processes
         batches = self.args.steps_per_generation
         filling = processes * len(inputs) - w.numel()

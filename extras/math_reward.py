@@ -1,8 +1,8 @@
-"""A reward for answers in LaTeX, by math-verify (pip install math-verify), and an example of one.
+"""A reward for answers in LaTeX, by math-verify (pip install math-verify).
 
     python dppo.py --reward extras.math_reward:reward --model ... --dataset ...
 
-README has such a command for MATH, under "How it relates to the paper".
+RESULTS.md has such a command for MATH, under "The paper".
 """
 
 from math_verify import parse, verify

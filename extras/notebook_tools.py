@@ -111,7 +111,7 @@ def graded(prompts, rewards, w_q=None):
 
 
 def draw_one_step(step, pi, unseen):
-    """The first step of a run: (all prompts,) pi; (all prompts, G) rewards that prompts have which
+    """The first step of a run: (all prompts,) pi; (all prompts, G) rewards, for the prompts that
     the step did not roll out."""
     window = dppo.next_prompts(0, len(pi), 0, step.N)
     states = 1.0 * (dppo.group_advantages(unseen[window]) != 0).T  # (G, N), nothing is kept
@@ -126,8 +126,8 @@ def draw_one_step(step, pi, unseen):
 
 
 def draw_weights(kind, past, rewards, number=1000):
-    """(number, n G) weights of the completions of n prompts, as a rule draws them that remembers
-    one visit with the rewards `past`. Its window is as long as it may be."""
+    """(number, n G) weights of the completions of n prompts, drawn by a rule that remembers one
+    visit, with the rewards `past`. The window has all n prompts."""
     config = dppo.configure(prompts_per_step=10_000)
     rule = kind(config, examples=rewards)  # only their number matters
     rule.remember(graded(torch.arange(len(past)), past))
@@ -161,8 +161,8 @@ def degrees(gradient, other):
 
 
 def degrees_by_chance(weights, g):
-    """How far the mean of (steps, completions) weights turns by chance, if they are unbiased: the
-    scatter of their steps over the root of their number, beside the full gradient."""
+    """By how many degrees chance turns the mean step, if (steps, completions) weights are unbiased:
+    the standard error of the mean, beside the length of the full gradient, as an angle."""
     scatter = weights - weights.mean(dim=0)
     noise = ((scatter @ (g @ g.T)) * scatter).sum(dim=1).mean() / len(weights)
     return math.degrees(math.atan((noise.sqrt() / g.sum(dim=0).norm()).item()))

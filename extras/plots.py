@@ -13,7 +13,7 @@ To plot the curves of two runs without this file:
     pyplot.savefig("accuracy.png")
 
 Each function draws one picture from numbers that it is given. Colours are those of Okabe and Ito,
-which colour-blind readers tell apart, and labels are as large as a notebook's text.
+which colour-blind readers can tell apart, and labels are as large as a notebook's text.
 """
 
 import math
@@ -27,7 +27,8 @@ STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
 # One colour for a method, wherever it is drawn; "other" is for a reader's own. (On a dark page,
 # grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
-COLOURS |= {"unweighted": "#8C510A", "Literal": "#0072B2", "other": "#CC79A7"}
+COLOURS |= {"unweighted": "#8C510A", "all weights 1": "#8C510A"}
+COLOURS |= {"Literal": "#0072B2", "other": "#CC79A7"}
 
 
 def style():
@@ -114,7 +115,7 @@ def draw_training(curves):
 
 def draw_cloud(clouds):
     """Steps on one batch as dots, and their mean as a large one: {name: (x, y, colour, label)} with
-    (n,) x, y. The axes show every dot of the first one."""
+    (n,) x, y. The axes show every dot of the first cloud."""
     fig, ax = plt.subplots(figsize=(8.4, 4.8))
     x, y, *_ = next(iter(clouds.values()))
     low, high = torch.stack([x.min(), y.min()]), torch.stack([x.max(), y.max()])

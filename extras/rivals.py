@@ -1,4 +1,4 @@
-"""Other methods as forks of dppo.Rule, to compare with.
+"""Other methods, as subclasses of dppo.Rule, to compare with.
 
     python dppo.py --method extras.rivals:CPPO    # or another class of this file
 
@@ -11,21 +11,22 @@ only: it keeps the divisor N G, so its gradient is shorter as well as turned.
 
 Literal is the paper's Algorithm 1 as it is reported [second-hand]. Of the k scores below the mean
 it always removes the lowest floor(r k), where DPPO prunes as many at random, and it gives the
-others the weights C/(1 - P) of DPPO. Most scores are equal, and among equal ones, the first are
-removed. A removed prompt keeps its score. It returns when at least floor(r k) scores lie below its
-own. This happens if the mean falls, and k with it, or if other prompts get lower scores.
+others the weights 1/pi of DPPO. Most scores are equal, and among equal ones, the first are removed.
+A removed prompt keeps its score. It returns when at least floor(r k) scores lie below its own. This
+happens if the mean falls, and k with it, or if other prompts get lower scores.
 
-CPPO (arXiv 2503.22342) keeps the k completions of each group with the largest |A|. Its loss is the
+CPPO (arXiv 2503.22342) keeps the k completions with the largest |A| of each group. Its loss is the
 mean over all kept completions, those with A = 0 included, as in its repository. (The repository
 averages over their tokens, whereas here every objective has its own Z. It also ranks the
-completions of a whole batch, where the paper's tables count k of each group.) The paper fills the
-space of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a batch of 32.
+completions of a whole batch, where the tables of CPPO's paper count k of each group.) That paper
+fills the space of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a
+batch of 32.
 
-GRESO (arXiv 2506.02177) rolls out a prompt less often, the more visits in a row its completions
-were all correct or all wrong. It refills its batch until enough groups have rewards that differ.
-Its loss is the mean over their completions. GRESO's own code flips a coin for each prompt, and
-adapts its probabilities p (see the class) from the second epoch on. Here dppo.draw is used, so that
-the number kept hardly varies, and p adapts from the first step on.
+GRESO (arXiv 2506.02177) rolls out a prompt less often, the longer its completions have been all
+correct, or all wrong, at each visit. It refills its batch until enough groups have rewards that
+differ. Its loss is the mean over their completions. GRESO's own code flips a coin for each prompt,
+and adapts its probabilities p (see the class) from the second epoch on. Here dppo.draw is used, so
+that the number kept hardly varies, and p adapts from the first step on.
 """
 
 import math
@@ -85,8 +86,8 @@ class Literal(DPPO):
 
 
 class CPPO(Rule):
-    """Trains the k = floor((1 - r_o) G) completions of each group with the largest |A|, at least
-    one of them."""
+    """Trains the k completions with the largest |A| of each group: k = floor((1 - r) G), but at
+    least 1, where r is the completion_prune_rate."""
 
     def prune_completions(self, rollout, generator):
         A = rollout.A

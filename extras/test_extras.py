@@ -291,10 +291,10 @@ def test_literal_always_removes_the_lowest_and_weighs_the_others_as_dppo_does():
 
 
 def test_the_loss_of_cppo_is_the_mean_over_k_completions_of_every_group():
-    """In CPPO's repository, the loss is a sum over the kept completions, divided by their number,
-    also where A = 0. At a pruning rate of 0.7, k = floor(0.3 * 8) = 2 of 8 are kept. Of three
-    groups, one has a single right answer, one is all right, and one has two right answers. So six
-    completions are kept, four of which have a gradient, each with a share of 1/6 of the loss."""
+    """In CPPO's repository, the loss is the mean over the kept completions, those with A = 0
+    included. At a pruning rate of 0.7, k = floor(0.3 * 8) = 2 of 8 are kept. Of three groups, one
+    has a single right answer, one is all right, and one has two right answers. So six completions
+    are kept, four of which have a gradient, each with a share of 1/6 of the loss."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0] * 8, [1.0, 1, 0, 0, 0, 0, 0, 0]])
     rule = rivals.CPPO(Config(completion_prune_rate=0.7), range(3))
     w_qi = rule.prune_completions(rollout_of(range(3), rewards), None)
@@ -313,7 +313,7 @@ def test_greso_refills_its_batch_with_groups_that_teach(tmp_path):
 def test_greso_keeps_a_prompt_with_p_to_the_power_of_its_streak():
     rule = rivals.GRESO(Config(), range(4))
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
-    for _ in range(2):  # a third each is always right, never right, and teaches
+    for _ in range(2):  # one is always right, one is never right, and one teaches
         rule.remember(rollout_of(range(3), rewards))
     p = 0.5 - 0.02  # both kinds have more than their share
     assert torch.allclose(rule.prompt_probabilities(), torch.tensor([p**2, p**2, 1, 1]).double())

@@ -27,7 +27,7 @@ assert all(same) and round(estimates.mean().item(), 1) == 2 and 16 / worth < 12
 chance = tools.degrees_by_chance(weights["dppo"], g)
 turned = {name: tools.degrees(w.mean(dim=0) @ g, full) for name, w in weights.items()}
 assert turned.pop("dppo") < 3 * chance and min(turned.values()) > 4 * chance
-assert tools.degrees_by_chance(weights["unweighted"], g) < chance
+assert tools.degrees_by_chance(weights["all weights 1"], g) < chance
 assert (weights["Literal"] == weights["Literal"][0]).all()
 """
 

@@ -2,10 +2,10 @@
 
     python extras/experiments/analysis.py    # runs.json -> the tables in RESULTS.md
 
-There, the lines between `<!-- table: NAME -->` and `<!-- end -->` are such a table.
+In RESULTS.md, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
-A run is what run.py saves. An arm is {seed: run}. It is compared with the control's runs of the
-same seeds: what is measured of two arms is an Estimate, with the bounds of its 95% t-interval.
+A run is what run.py saves. An arm is {seed: run}. It is compared with the runs of the control,
+grpo-skip, with the same seeds. A comparison is an Estimate, with the bounds of its 95% t-interval.
 """
 
 import re
@@ -26,7 +26,7 @@ CLOCKS = {"steps": 0, "seconds": 1, "completions": 2}  # columns of a curve
 LEVELS = {"digits": (0.80, 0.84), "digits, other rules": (0.80, 0.84), "sums": (0.70, 0.74)}
 LEVELS["SmolLM2"] = (0.60, 0.65)
 
-# `short` is the share of seeds with which a run of either arm never got where they are compared.
+# `short` is the share of seeds with which a run of either arm never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
 MOST_SHORT = 1 / 8  # with a larger share, a ratio of times says little
 
@@ -138,8 +138,8 @@ def times_table(name, arms):
 
 def ends_table(name, arms):
     """How accurate arms are, and what they cost."""
-    head = ["method", "accuracy at the end", "minus `grpo-skip`'s", "at equal seconds, likewise"]
-    rows = [[*head, "seconds", "of rollouts", "steps", "completions", "equal at first"]]
+    head = ["method", "accuracy at the end", "minus `grpo-skip`'s", "gap at equal seconds"]
+    rows = [[*head, "seconds", "rollouts' share", "steps", "completions", "equal at first"]]
     control = arms["grpo-skip"]
     for arm, runs in arms.items():
         mean = partial(mean_of, runs)

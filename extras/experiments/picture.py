@@ -2,9 +2,9 @@
 
     python extras/experiments/picture.py
 
-README's has a step of DPPO above, and below the time that methods take to an accuracy, over that of
-the control. The other one has accuracy against seconds. Each is drawn twice, for light and for dark
-pages, and is legible if it is shown 500 pixels wide.
+README's has a step of DPPO above. Below it is the time that methods take to reach an accuracy,
+relative to the control's. The other one has accuracy against seconds. Each is drawn twice, for
+light and for dark pages, and is legible if it is shown 500 pixels wide.
 """
 
 import math
@@ -68,12 +68,13 @@ def draw_ratios(fig, arms, colours):
         shown = np.where(short <= MOST_SHORT, middle, math.nan)
         ax.plot(LEVELS, shown, "o-", color=colour, linewidth=3, markersize=9, label=arm)
     fig.legend(loc="outside lower center", ncols=2)
-    ax.set_title(f"Time to an accuracy, over grpo-skip's: {len(arms['grpo'])} seeds, 95%")
-    ax.set(xlabel="accuracy", ylim=(0.3, 1.4), xlim=(LEVELS[0], LEVELS[-1]))
+    ax.set_title(f"CPU time to an accuracy, over grpo-skip's ({len(arms['grpo'])} seeds)")
+    ax.set(xlabel="accuracy (a line ends where runs no longer get there)")
+    ax.set(ylim=(0.5, 1.3), xlim=(LEVELS[0], LEVELS[-1]))
 
 
 def draw_curves(fig, arms, colours):
-    """Accuracy against seconds, mean and 95% interval, until the seeds' mean end."""
+    """Accuracy against seconds, mean and 95% interval, up to the mean length of the runs."""
     ax = fig.subplots()
     for arm, colour in SHOWN.items():
         curves = [curve_of(run, "seconds") for run in arms[arm].values()]
@@ -84,11 +85,11 @@ def draw_curves(fig, arms, colours):
         ax.plot(grid, middle, color=colours[colour], linewidth=3, label=arm)
     fig.legend(loc="outside lower center", ncols=2)
     ax.set_title("Sorting digits, 15 epochs")
-    ax.set(xlabel="processor seconds", ylabel="accuracy, held-out prompts", ylim=(0.45, 0.92))
+    ax.set(xlabel="CPU seconds", ylabel="accuracy, held-out prompts", ylim=(0.45, 0.92))
 
 
 def page(back, text, size, path, *parts):
-    """Draws parts above each other on a page of a colour."""
+    """Draws parts one above another, on a page of a given colour."""
     rc = {"text.color": text, "axes.edgecolor": text, "axes.labelcolor": text}
     rc |= {"xtick.color": text, "ytick.color": text, "font.size": 17, "axes.titlesize": 18}
     rc |= {f"{name}.facecolor": back for name in ("figure", "axes", "savefig")}

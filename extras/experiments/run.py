@@ -1,4 +1,4 @@
-"""Makes the runs of which RESULTS.md tells, as PLAN.md decided beforehand.
+"""Makes the runs that RESULTS.md reports, as planned in PLAN.md.
 
     python extras/experiments/run.py digits 16 grpo-skip    # one run: experiment, seed, arm
     python extras/experiments/run.py digits                 # all of them, two at a time
@@ -57,7 +57,7 @@ ARMS = {
 
 # ==== Experiments ====
 # Runs are evaluated before they start, after each epoch or every `eval_every` steps, and at the
-# end. The first arm with the name grpo-skip is the control.
+# end. The arm grpo-skip is the control.
 Experiment = namedtuple("Experiment", "task settings seeds arms")
 
 EPOCHS = {"epochs": 15.0, "eval_every": 0}
@@ -90,7 +90,7 @@ EXPERIMENTS = {
 
 # ==== A run ====
 def trained(task, rule):
-    """Trains -> what is saved: {"curve": [[step, processor seconds, completions, and an accuracy
+    """Trains -> what is saved: {"curve": [[step, CPU seconds, completions, and an accuracy
     for each evaluation set]], and totals by name}. Seconds are those of steps, not of
     evaluations."""
     config = rule.config

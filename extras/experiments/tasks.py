@@ -4,7 +4,7 @@
 
 *Sums* was not made for pruning: two numbers from 0 to 999, whose sum is written with its last digit
 first, so that a small model can add from left to right ("57+68=" has the answer "521"). The model
-is a small Qwen3, as for digits. It imitates right answers until it gives half of them.
+is a small Qwen3, as for digits. It imitates right answers until half of its own are right.
 
 *Guess or pass* shows what the weights 1/pi are for. The digits' model is also asked to sort
 letters, which it cannot, after demonstrations that answer with a digit or "?", half and half. A
@@ -12,9 +12,9 @@ digit is right with probability 0.1, and "?" is worth 0.2. So a guess pays less 
 a right guess pays most.
 
 *SmolLM2* is a language model with 135 million parameters that was pretrained elsewhere. It is asked
-for sums, differences and products. It imitates right answers until it gives 0.4 of those to sums of
-two digits. The environment variable SMOLLM2 may name a folder with the model, which is on the Hub
-otherwise.
+for sums, differences and products. It imitates right answers until 0.4 of its own to sums of
+two-digit numbers are right. The environment variable SMOLLM2 may name a folder with the model.
+Otherwise, it comes from the Hub.
 
 Starting models are made once, and kept where torch.hub keeps its own.
 """
@@ -70,7 +70,7 @@ def taught(task, config, name, level, learning_rate, draw, size):
 
 
 def different(how_many, draw, *arguments):
-    """So many examples of different prompts."""
+    """`how_many` examples with different prompts."""
     examples = {}
     while len(examples) < how_many:
         example = draw(*arguments)
@@ -110,7 +110,7 @@ def draw_letters(rng, tokenizer):
 
 
 def shown(rng, tokenizer):
-    """A pass or any digit for letters; or digits, as the built-in model has been shown them."""
+    """A demonstration: letters with a pass or any digit, or digits as the built-in model saw."""
     if rng.random() < 0.5:
         example = draw_letters(rng, tokenizer)
         return demonstration(example, rng.choice(["?", rng.choice(string.digits)]), tokenizer)

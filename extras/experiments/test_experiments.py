@@ -45,7 +45,7 @@ def test_times_are_compared_by_the_geometric_mean_of_paired_ratios():
     bounds = [math.sqrt(2) / 1.5 * math.exp(sign * 12.706 * math.log(2) / 2) for sign in (0, -1, 1)]
     assert found[:3] == pytest.approx(bounds, rel=1e-3) and found.short == 0
     assert analysis.cell(found) == f"{bounds[0]:.2f} ({bounds[1]:.2f}–{bounds[2]:.2f})"
-    # A run that never reaches 0.6 counts with its 3 steps, as many as the slow one takes.
+    # A run that never reaches 0.6 counts at its 3 steps. The slow one takes 3 steps to get there.
     found = analysis.time_ratio(0.6, "steps", fast, slow)
     assert found.middle == pytest.approx(math.sqrt(2 / 3 * 3 / 3)) and found.short == 0.5
     assert analysis.cell(found) == "50% never"
