@@ -79,7 +79,8 @@ def table_of_answers(task, run):
             text = task.tokenizer.decode(sequences[0].completion, skip_special_tokens=True)
             row += [f"`{text}`", f"{int(rewards.sum())} of 8"]
         rows.append(row)
-    return plots.table(["", "prompt", "answer", "before", "right", "after", "right"], *rows)
+    head = ["", "prompt", "answer", "one of 8, before", "right", "one of 8, after", "right"]
+    return plots.table(head, *rows)
 
 
 def draw_visits(run):
