@@ -19,17 +19,17 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 `top_entropy_quantile` keep their defaults. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
-   Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is B
-   divided by the number of prompts that the rule would need. And TRL's `epoch` counts batches, so
-   with pruning, an epoch has as many rollouts as without, and each prompt is a candidate more
-   often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's `passes` gives
-   this number.
+   Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is the
+   batch's number of prompts, divided by the number that the rule would need. And TRL's `epoch`
+   counts batches, so with pruning, an epoch has as many rollouts as without, and each prompt is a
+   candidate more often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's
+   `passes` gives this number.
 2. The memory is one batch older, because the data loader fetches a batch ahead.
-3. An epoch's last window may reach into the next epoch.
+3. A window has at most as many prompts as the dataset.
 4. TRL pads sequences and does not pack them.
 5. A resumed run starts without memory, and visits the prompts in another order.
 6. In the log, `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/...` are estimates for
-   the window, in which a kept prompt counts w_q times and a missing reward does not count. Groups
+   the window, in which a kept prompt counts 1/pi times and a missing reward does not count. Groups
    with fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them
    out. All other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
@@ -110,7 +110,7 @@ class DPPOTrainer(GRPOTrainer):
         group = group and self.scale_rewards != "batch"
         loss = self.loss_type in ("grpo", "dr_grpo", "dapo")
         is_fine = group and loss and self.beta == 0 and self.num_iterations == 1
-        needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, rewards scaled by group"
+        needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, scale_rewards no batch"
         require(is_fine, f"needs {needs}")
         told = "needs router_aux_loss_coef 0, because 1/pi does not weight the router's loss"
         require(not self.aux_loss_enabled, told)

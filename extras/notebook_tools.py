@@ -163,7 +163,7 @@ def degrees(gradient, other):
 
 def degrees_by_chance(weights, g):
     """By how many degrees chance turns the mean step, if (steps, completions) weights are unbiased:
-    the standard error of the mean, beside the length of the full gradient, as an angle."""
+    the standard error of the mean over the length of the full gradient, as an angle."""
     scatter = weights - weights.mean(dim=0)
     noise = ((scatter @ (g @ g.T)) * scatter).sum(dim=1).mean() / len(weights)
     return math.degrees(math.atan((noise.sqrt() / g.sum(dim=0).norm()).item()))

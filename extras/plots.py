@@ -12,8 +12,8 @@ To plot the curves of two runs without this file:
     pyplot.legend()
     pyplot.savefig("accuracy.png")
 
-Each function draws one picture from numbers that it is given. Colours are those of Okabe and Ito,
-which colour-blind readers can tell apart, and labels are as large as a notebook's text.
+Each function draws one picture from numbers that it is given. Most colours are those of Okabe and
+Ito, which colour-blind readers can tell apart, and labels are as large as a notebook's text.
 """
 
 import math

@@ -61,7 +61,7 @@ class WeightOne(DPPO):
 
 
 def without_the_lowest(scores, rate):
-    """Scores -> weights: those of dppo.keep_probabilities, but 0 for the lowest floor(rate k)."""
+    """Scores -> weights: 1/pi of dppo.keep_probabilities, but 0 for the lowest floor(rate k)."""
     pi = dppo.keep_probabilities(scores, rate)
     pruned = round((1 - pi).sum().item())
     lowest = scores.nan_to_num(math.inf).flatten().argsort(stable=True)[:pruned]
@@ -86,7 +86,7 @@ class Literal(DPPO):
 
 
 class CPPO(Rule):
-    """Trains the k completions with the largest |A| of each group: k = floor((1 - r) G), but at
+    """Trains on the k completions with the largest |A| of each group: k = floor((1 - r) G), but at
     least 1, where r is the completion_prune_rate."""
 
     def prune_completions(self, rollout, generator):
@@ -101,7 +101,7 @@ class CPPO(Rule):
 
 class GRESO(Rule):
     """Rolls out a prompt with probability p^z if its completions were all correct, or all wrong, at
-    its last z visits. Trains the first prompts_per_step groups that teach."""
+    its last z visits. Trains on the first prompts_per_step groups that teach."""
 
     # streak: visits in a row with all correct or, below 0, all wrong; p: one for all prompts
     remembers = {"streak": 0.0, "p_easy": 0.5, "p_hard": 0.5}
@@ -145,7 +145,7 @@ class GRESO(Rule):
         earlier_mean = self.memory["mean_length"].nan_to_num(lengths.mean().item())
         Z = dppo.normalizer(lengths, earlier_mean, config)
 
-        # 3. Train the first groups that teach, whole.
+        # 3. Train on the first groups that teach, whole.
         teaches = A.any(dim=1)
         is_trained = (teaches & (teaches.cumsum(0) <= most)).double()
         w = is_trained[:, None].expand_as(A) * N / is_trained.sum().clamp(min=1)

@@ -82,7 +82,7 @@ def difference(measure, arm, control):
 
 
 def time_ratio(level, clock, arm, control):
-    """The ratio of the times to a level. A run that does not get there counts with its length."""
+    """The ratio of the times to a level. A run that does not get there counts at its length."""
     times = paired(partial(time_to, level=level, clock=clock), arm, control)
     lengths = paired(partial(total, clock=clock), arm, control)
     values, others = np.where(np.isnan(times), lengths, times)

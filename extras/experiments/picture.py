@@ -2,9 +2,9 @@
 
     python extras/experiments/picture.py
 
-README's has a step of DPPO above. Below it is the time that methods take to reach an accuracy,
-relative to the control's. The other one has accuracy against seconds. Each is drawn twice, for
-light and for dark pages, and is legible if it is shown 500 pixels wide.
+README's has a step of DPPO at the top and, below it, the time that methods take to reach an
+accuracy, relative to the control's. That of RESULTS.md has accuracy against seconds. Each is drawn
+twice, for light and for dark pages, and is legible if it is shown 500 pixels wide.
 """
 
 import math
@@ -69,7 +69,7 @@ def draw_ratios(fig, arms, colours):
         ax.plot(LEVELS, shown, "o-", color=colour, linewidth=3, markersize=9, label=arm)
     fig.legend(loc="outside lower center", ncols=2)
     ax.set_title(f"CPU time to an accuracy, over grpo-skip's ({len(arms['grpo'])} seeds)")
-    ax.set(xlabel="accuracy (a line ends where runs no longer get there)")
+    ax.set(xlabel="accuracy (a line ends where over 1 in 8 runs fail)")
     ax.set(ylim=(0.5, 1.3), xlim=(LEVELS[0], LEVELS[-1]))
 
 

@@ -5,8 +5,8 @@
     python extras/experiments/run.py gather                 # runs/experiments -> runs.json
 
 A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
-in runs.json, its numbers are printed beside the saved ones. Of these, seconds depend on the
-machine, and all others on rounding errors in the starting model.
+in runs.json, its numbers are printed beside the saved ones. Seconds differ between machines, and so
+may all others, since a starting model is trained with rounding errors.
 """
 
 import json

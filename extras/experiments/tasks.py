@@ -7,13 +7,13 @@ first, so that a small model can add from left to right ("57+68=" has the answer
 is a small Qwen3, as for digits. It imitates right answers until half of its own are right.
 
 *Guess or pass* shows what the weights 1/pi are for. The digits' model is also asked to sort
-letters, which it cannot, after demonstrations that answer with a digit or "?", half and half. A
-digit is right with probability 0.1, and "?" is worth 0.2. So a guess pays less on average, although
-a right guess pays most.
+letters, which it cannot do; demonstrations have taught it a digit or "?", half and half. A digit is
+right with probability 0.1, and "?" is worth 0.2. So a guess pays less on average, although a right
+guess pays most.
 
 *SmolLM2* is a language model with 135 million parameters that was pretrained elsewhere. It is asked
-for sums, differences and products. It imitates right answers until 0.4 of its own to sums of
-two-digit numbers are right. The environment variable SMOLLM2 may name a folder with the model.
+for sums, differences and products. It imitates right answers until it gets 0.4 of the sums of
+two-digit numbers right. The environment variable SMOLLM2 may name a folder with the model.
 Otherwise, it comes from the Hub.
 
 Starting models are made once, and kept where torch.hub keeps its own.
@@ -36,7 +36,7 @@ SMOLLM2 = os.environ.get("SMOLLM2", "HuggingFaceTB/SmolLM2-135M-Instruct")
 
 # ==== Imitation ====
 def demonstration(example, answer, tokenizer):
-    """A sequence to imitate. (Nobody sampled it, and its log-probabilities are only reported.)"""
+    """A sequence to imitate. (Zeros stand for its log-probabilities, which only a metric uses.)"""
     ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     return dppo.Sequence(example["prompt_ids"], ids, torch.zeros(len(ids)))
 
@@ -110,7 +110,7 @@ def draw_letters(rng, tokenizer):
 
 
 def shown(rng, tokenizer):
-    """A demonstration: letters with a pass or any digit, or digits as the built-in model saw."""
+    """A demonstration: letters with a pass or any digit, or digits as shown to digits' model."""
     if rng.random() < 0.5:
         example = draw_letters(rng, tokenizer)
         return demonstration(example, rng.choice(["?", rng.choice(string.digits)]), tokenizer)
