@@ -57,6 +57,7 @@ def taught(task, config, name, level, learning_rate, draw, size):
         task.model.load_state_dict(torch.load(path))
         return task
     config = replace(config, seed=0)  # the same model, whichever run needs it first
+    path.parent.mkdir(parents=True, exist_ok=True)
     optimizer = dppo.MasterAdam(task.model, learning_rate)
     rng = random.Random("warm0")
     bar = tqdm(desc=f"the starting model of {name}, once only", disable=None)
