@@ -39,7 +39,7 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 So far it has run on CPUs only, in one process and in two.
 
 N  prompts of a window                  B  prompts of TRL's batch, which is the limit
-K  prompts kept from a window, at most B R  rows of a process: its share of the B G completions
+K  prompts kept from it, at most B      R  rows of a process: its share of the B G completions
 G  completions of a prompt              m  mean length of completions in earlier batches, in trained
                                            tokens, so without the tokens of tools
 """
@@ -110,7 +110,7 @@ class DPPOTrainer(GRPOTrainer):
         group = group and self.scale_rewards != "batch"
         loss = self.loss_type in ("grpo", "dr_grpo", "dapo")
         is_fine = group and loss and self.beta == 0 and self.num_iterations == 1
-        needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, scale_rewards no batch"
+        needs = "loss_type grpo, dr_grpo or dapo, beta 0, num_iterations 1, scale_rewards not batch"
         require(is_fine, f"needs {needs}")
         told = "needs router_aux_loss_coef 0, because 1/pi does not weight the router's loss"
         require(not self.aux_loss_enabled, told)

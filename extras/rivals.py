@@ -2,8 +2,8 @@
 
     python dppo.py --method extras.rivals:CPPO    # or another class of this file
 
-They are biased on purpose. They override the methods that prune, so dppo.py does not check their
-probabilities.
+They are biased on purpose. They override prune_prompts, prune_completions or step, so dppo.py does
+not check their weights.
 
 Unweighted prunes as the paper's rule does and takes the mean of what it keeps. That changes two
 things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
@@ -22,8 +22,8 @@ completions of a whole batch, where the tables of CPPO's paper count k of each g
 fills the space of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a
 batch of 32.
 
-GRESO (arXiv 2506.02177) rolls out a prompt less often, the longer its completions have been all
-correct, or all wrong, at each visit. It refills its batch until enough groups have rewards that
+GRESO (arXiv 2506.02177) rolls out a prompt the less often, the more visits in a row its completions
+have been all correct, or all wrong. It refills its batch until enough groups have rewards that
 differ. Its loss is the mean over their completions. GRESO's own code flips a coin for each prompt,
 and adapts its probabilities p (see the class) from the second epoch on. Here dppo.draw is used, so
 that the number kept hardly varies, and p adapts from the first step on.

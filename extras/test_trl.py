@@ -276,7 +276,7 @@ def test_the_trl_trainer_refuses_the_loss_of_a_router(tmp_path):
 
 
 def train(folder, processes, method):
-    """Trains in one of so many processes; saves the draws, the gradients and the log."""
+    """Trains in one of `processes` processes; saves the draws, the gradients and the rewards."""
     log = []
     gradients = []
 

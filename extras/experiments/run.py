@@ -6,7 +6,7 @@
 
 A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
 in runs.json, its numbers are printed beside the saved ones. Seconds differ between machines, and so
-may all others, since a starting model is trained with rounding errors.
+may all other numbers, since rounding errors change the starting model.
 """
 
 import json
@@ -137,7 +137,7 @@ def mean_of(steps, name):
 
 
 def rounded(value, digits=4):
-    """A number with so many significant digits; integers stay whole."""
+    """A number to `digits` significant digits; integers stay whole."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 

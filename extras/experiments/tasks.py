@@ -6,10 +6,10 @@
 first, so that a small model can add from left to right ("57+68=" has the answer "521"). The model
 is a small Qwen3, as for digits. It imitates right answers until half of its own are right.
 
-*Guess or pass* shows what the weights 1/pi are for. The digits' model is also asked to sort
-letters, which it cannot do; demonstrations have taught it a digit or "?", half and half. A digit is
-right with probability 0.1, and "?" is worth 0.2. So a guess pays less on average, although a right
-guess pays most.
+*Guess or pass* shows what the weights 1/pi are for. The digits model is also asked to sort letters,
+which it cannot do; demonstrations have taught it to answer with a random digit or "?", each half of
+the time. A digit is right with probability 0.1, and "?" is worth 0.2. So a guess pays less on
+average, although a right guess pays most.
 
 *SmolLM2* is a language model with 135 million parameters that was pretrained elsewhere. It is asked
 for sums, differences and products. It imitates right answers until it gets 0.4 of the sums of
@@ -112,7 +112,7 @@ def draw_letters(rng, tokenizer):
 
 
 def shown(rng, tokenizer):
-    """A demonstration: letters with a pass or any digit, or digits as shown to digits' model."""
+    """A demonstration: letters with a pass or any digit, or digits as shown to the digits model."""
     if rng.random() < 0.5:
         example = draw_letters(rng, tokenizer)
         return demonstration(example, rng.choice(["?", rng.choice(string.digits)]), tokenizer)
