@@ -63,10 +63,11 @@ def draw_ratios(fig, arms, colours):
     for arm in ("dppo (0.7, 0.7)", "our rule (0.9, 0)"):
         colour = colours[SHOWN[arm]]
         ratios = [time_ratio(level, "seconds", arms[arm], arms["grpo-skip"]) for level in LEVELS]
-        middle, low, high, short = np.array(ratios).T
-        ax.fill_between(LEVELS, low, high, where=short <= MOST_SHORT, color=colour, alpha=0.2)
-        shown = np.where(short <= MOST_SHORT, middle, math.nan)
-        ax.plot(LEVELS, shown, "o-", color=colour, linewidth=3, markersize=9, label=arm)
+        reached = [ratio.short <= MOST_SHORT for ratio in ratios]
+        levels = LEVELS[reached]
+        middle, low, high, _ = np.array(ratios)[reached].T
+        ax.fill_between(levels, low, high, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(levels, middle, "o-", color=colour, linewidth=3, markersize=9, label=arm)
     fig.legend(loc="outside lower center", ncols=2)
     ax.set_title(f"CPU time to an accuracy, over grpo-skip's ({len(arms['grpo'])} seeds)")
     ax.set(xlabel="accuracy (a line ends where over 1 in 8 runs fail)")

@@ -17,11 +17,13 @@ pytest.importorskip("scipy", reason="the measures need scipy")
 from extras.experiments import analysis, run, tasks  # noqa: E402, because they need scipy
 
 
-def arm(*curves):
-    """Runs with the seeds 0, 1, ..., whose curves have 10 seconds and 100 completions a step."""
+def arm(*curves, every=1):
+    """Runs with the seeds 0, 1, ..., of 10 seconds and 100 completions a step. Each curve has an
+    evaluation in `every` steps."""
     runs = {}
     for seed, accuracies in enumerate(curves):
-        curve = [[n, 10.0 * n, 100 * n, accuracy] for n, accuracy in enumerate(accuracies)]
+        steps = [every * n for n in range(len(accuracies))]
+        curve = [[n, 10.0 * n, 100 * n, accuracy] for n, accuracy in zip(steps, accuracies)]
         runs[str(seed)] = {"curve": curve}
     return runs
 
@@ -55,14 +57,8 @@ def test_a_run_gains_nothing_by_being_evaluated_more_often():
     rng = np.random.default_rng(0)
 
     def noisy(every):
-        runs = {}
-        for seed in range(500):
-            curve = []
-            for step in np.arange(0, 481, every):
-                accuracy = 0.86 - 0.4 * math.exp(-step / 60) + rng.normal(0, 0.03)
-                curve.append([step, step, step, accuracy])
-            runs[seed] = {"curve": curve}
-        return runs
+        truth = 0.86 - 0.4 * np.exp(-np.arange(0, 481, every) / 60)
+        return arm(*rng.normal(truth, 0.03, (500, len(truth))), every=every)
 
     often, seldom = noisy(every=12), noisy(every=32)
     for level in (0.78, 0.80, 0.82):  # the first crossing of smoothed curves would give 0.94
