@@ -15,7 +15,7 @@ are. To use the trainer, put a script like this beside dppo.py and start it with
     trainer.train()
 
 The method may also be "extras.proportional:Proportional" or a rule of your own. The expected
-gradient is the gradient of TRL's loss on the whole window, as long as `entropy_coef` and
+gradient is the gradient of TRL's loss on all candidates, as long as `entropy_coef` and
 `top_entropy_quantile` keep their defaults. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
@@ -25,11 +25,11 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
    candidate more often: some 14 times in 6 epochs, if 0.43 of the candidates are kept. The log's
    `passes` gives this number.
 2. The memory is one batch older, because the data loader fetches a batch ahead.
-3. A window has at most as many prompts as the dataset.
+3. The candidates of a batch are at most as many as the prompts of the dataset.
 4. TRL pads sequences and does not pack them.
 5. A resumed run starts without memory, and visits the prompts in another order.
 6. In the log, `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/...` are estimates for
-   the window, in which a kept prompt counts 1/pi times and a missing reward does not count. Groups
+   all candidates, in which a kept prompt counts 1/pi times and a missing reward does not count. Groups
    with fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them
    out. All other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
@@ -38,10 +38,9 @@ gradient is the gradient of TRL's loss on the whole window, as long as `entropy_
 
 So far it has run on CPUs only, in one process and in two.
 
-N  prompts of a window                  B  prompts of TRL's batch, which is the limit
-K  prompts kept from it, at most B      R  rows of a process: its share of the B G completions
-G  completions of a prompt              m  mean length of completions in earlier batches, in trained
-                                           tokens, so without the tokens of tools
+N  number of candidates                 B  prompts of TRL's batch, which is the limit
+K  prompts kept of them, at most B      R  rows of a process: its share of the B G completions
+G  completions of a prompt
 """
 
 import copy
@@ -51,13 +50,13 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require, window_mean
+from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require
 
 
-class WindowSampler(RepeatSampler):
-    """The prompts kept from each window, in the rows that TRL expects. Because the data loader is
-    one batch ahead, the weights of these prompts wait in a queue. All processes draw the same
-    prompts, since they have the same seed and memory."""
+class PruningSampler(RepeatSampler):
+    """The kept prompts of each batch, in the rows that TRL expects. Because the data loader is one
+    batch ahead, their weights wait in a queue. All processes draw the same prompts, since they have
+    the same seed and memory."""
 
     def __init__(self, trainer, rule):
         G, B = rule.config.group_size, rule.config.prompts_per_step
@@ -91,8 +90,8 @@ class WindowSampler(RepeatSampler):
 
 
 def mean_and_std(values, w_q):
-    """(K, G) or (K, 1) values, NaN where missing; (K,) w_q -> their mean and standard deviation in
-    the window, estimated by counting a kept prompt w_q times. NaN if there are no values."""
+    """(K, G) or (K, 1) values, NaN where missing; (K,) w_q -> their mean and standard deviation for
+    all candidates, estimated by counting a kept prompt w_q times. NaN if there are no values."""
     w = w_q[:, None] * ~values.isnan()
     mean = (w * values).nansum() / w.sum()
     squares = (w * (values - mean).square()).nansum()
@@ -102,7 +101,7 @@ def mean_and_std(values, w_q):
 
 class DPPOTrainer(GRPOTrainer):
     """GRPOTrainer with a rule; `pruning` has settings of dppo.Config. The expected gradient is that
-    of GRPO on the whole window."""
+    of GRPO on all candidates."""
 
     def __init__(self, *args, pruning=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -124,13 +123,13 @@ class DPPOTrainer(GRPOTrainer):
         has_usual_step = rule_class.step is Rule.step
         require(has_usual_step, f"{rule_class.__name__} overrides step(), which TRL never calls")
         config = Config(**settings, **rule_class.defaults | pruning)
-        self.windows = WindowSampler(self, rule_class(config, self.train_dataset))
+        self.sampler = PruningSampler(self, rule_class(config, self.train_dataset))
         self.candidates = 0  # so far
         # Otherwise a resumed run would skip batches, and leave their weights in the queue.
         self.args.ignore_data_skip = True
 
     def _get_train_sampler(self, dataset=None):
-        return self.windows
+        return self.sampler
 
     def _calculate_rewards(self, *args):
         self.rewards = super()._calculate_rewards(*args)  # (B G, reward functions)
@@ -141,15 +140,15 @@ class DPPOTrainer(GRPOTrainer):
         if not self.model.training:
             return batch
 
-        # 1. The prompts drawn from the window, and their rollout, from all processes.
-        N, prompts, w_q, worth = self.windows.queue.pop(0)
-        by_function, rewards, lengths = self.rollout_of(prompts, batch)
+        # 1. The kept prompts and their rollout, from all processes.
+        N, prompts, w_q, worth = self.sampler.queue.pop(0)
+        by_function, rewards, lengths = self.graded(prompts, batch)
         A = group_advantages(rewards, scale_by_std=self.scale_rewards != "none")  # (K, G)
 
         # 2. Prune completions.
-        rule = self.windows.rule
-        rollout = Rollout(prompts, w_q, None, rewards, lengths, A)
-        w_qi = rule.prune_completions(copy.deepcopy(rollout), self.windows.generator)
+        rule = self.sampler.rule
+        rollout = Rollout(N, prompts, w_q, None, rewards, lengths, A, seconds=math.nan)
+        w_qi = rule.prune_completions(copy.deepcopy(rollout), self.sampler.generator)
         w = w_q[:, None] * w_qi  # (K, G)
 
         # 3. All processes must train the same number of rows, a multiple of steps_per_generation.
@@ -164,13 +163,12 @@ class DPPOTrainer(GRPOTrainer):
         rows = (w_of == 0).int().argsort(stable=True)[:count]  # those kept, then some of weight 0
 
         # 4. TRL divides by a process's rows or, with dapo, by the number of all tokens. Instead we
-        #    divide by N G, or by N G m, which no draw changes.
+        #    divide by N G or, with dapo, by N G max_completion_length, which no draw changes.
         total = N * self.num_generations
         scale = 1 if self.loss_type == "dapo" else processes * count / total
         batch["advantages"] = (scale * w_of * A_of).to(batch["advantages"])
-        length = window_mean(lengths, w_q)
-        m = rule.memory["mean_length"].nan_to_num(length)
-        batch["num_items_in_batch"] = (total * m).to(batch["advantages"])
+        divisor = torch.tensor(total * self.args.max_completion_length)
+        batch["num_items_in_batch"] = divisor.to(batch["advantages"])
         rows = rows.to(batch["advantages"].device)
         for name, value in batch.items():
             if torch.is_tensor(value) and value.dim() > 0:
@@ -178,15 +176,14 @@ class DPPOTrainer(GRPOTrainer):
 
         # 5. Log, and remember.
         self.candidates += N
-        self._metrics["train"]["prompts_seen"].append(N)
+        self._metrics["train"]["candidates"].append(N)
         self._metrics["train"]["passes"].append(self.candidates / len(self.train_dataset))
         self._metrics["train"]["rollout_worth"].append(worth)
         self.log_rewards(by_function, rewards, A, w_q)
-        rule.memory["mean_length"] = 0.9 * m + 0.1 * length
         rule.remember(rollout)
         return batch
 
-    def rollout_of(self, prompts, batch):
+    def graded(self, prompts, batch):
         """(K, G, reward functions) rewards; (K, G) their weighted sum, NaN where no function gave a
         reward; (K, G) numbers of trained tokens. Rows that only fill the batch are left out."""
         K, G = len(prompts), self.num_generations
@@ -198,7 +195,7 @@ class DPPOTrainer(GRPOTrainer):
         return by_function, rewards, lengths.cpu().double().view(-1, G)[:K]
 
     def log_rewards(self, by_function, rewards, A, w_q):
-        """Replaces what TRL has just logged about its rows with estimates for the window."""
+        """Replaces what TRL has just logged about its rows with estimates for all candidates."""
         log = self._metrics["train"]
         for name, values in zip(self.reward_func_names, by_function.unbind(dim=2)):
             mean, std = mean_and_std(values, w_q)

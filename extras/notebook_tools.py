@@ -29,14 +29,14 @@ class Run:
         for number in range(1, steps + 1):
             upcoming = dppo.next_prompts(candidates, len(task.train), seed, 1600)
             step = make_step(self.task, optimizer, upcoming, generator)
-            candidates += step.N
+            candidates += step.rollout.N
             self.steps.append(step)
             if number % 30 == 0:
                 self.evaluate()
 
     def evaluate(self):
         with torch.random.fork_rng():  # which leaves the random numbers of training as they are
-            accuracy = dppo.evaluate(self.task, self.config)["accuracy"]
+            accuracy = dppo.evaluate(self.task, self.config)[0]["accuracy"]
         generated = sum(len(step.rollout.sequences) for step in self.steps)
         self.curve.append([generated, accuracy])
 
@@ -51,7 +51,7 @@ def totals(run, first=0):
     steps = run.steps[first:]
     taught = teaching(steps)
     return {
-        "candidates": sum(step.N for step in steps),
+        "candidates": sum(step.rollout.N for step in steps),
         "rolled out": len(taught),
         "of these, taught": f"{taught.double().mean():.0%}",
         "completions trained": sum(int((step.weights[0] != 0).sum()) for step in steps),
@@ -108,13 +108,14 @@ def draw_training(runs):
 def graded(prompts, rewards, w_q=None):
     """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without its sequences."""
     w_q = torch.ones(len(prompts)).double() if w_q is None else w_q
-    return dppo.Rollout(prompts, w_q, [], rewards, None, dppo.group_advantages(rewards))
+    A = dppo.group_advantages(rewards)
+    return dppo.Rollout(len(prompts), prompts, w_q, [], rewards, None, A, seconds=0.0)
 
 
 def draw_one_step(step, pi, unseen):
     """The first step of a run: (all prompts,) pi; (all prompts, G) rewards, for the prompts that
     the step did not roll out."""
-    window = dppo.next_prompts(0, len(pi), 0, step.N)
+    window = dppo.next_prompts(0, len(pi), 0, step.rollout.N)
     states = 1.0 * (dppo.group_advantages(unseen[window]) != 0).T  # (G, N), nothing is kept
     kept = torch.isin(window, step.rollout.prompts)
     for q, A, w in zip(step.rollout.prompts, step.rollout.A, step.weights[0]):

@@ -2,8 +2,10 @@
 
     python dppo.py --method extras.rivals:CPPO    # or another class of this file
 
-They are biased on purpose. They override prune_prompts, prune_completions or step, so dppo.py does
-not check their weights.
+Uniform is what a score has to beat: it keeps as many completions as DPPO does, all with one pi.
+
+The others are biased on purpose. They override prune_prompts, prune_completions or step, so dppo.py
+does not check their weights.
 
 Unweighted prunes as the paper's rule does and takes the mean of what it keeps. That changes two
 things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
@@ -34,21 +36,26 @@ import math
 import torch
 
 import dppo
-from dppo import DPPO, Rollout, Rule, Step, draw, group_advantages, sample_and_grade
+from dppo import DPPO, Rollout, Rule, Step
+
+
+class Uniform(DPPO):
+    """Of the completions with a gradient, keeps as many as DPPO, all with the same probability."""
+
+    def completion_probabilities(self, rollout):
+        needed = dppo.has_gradient(rollout.A, self.config.beta)
+        kept = super().completion_probabilities(rollout).sum()
+        return needed * kept / needed.sum().clamp(min=1)
 
 
 class Unweighted(DPPO):
     """Prunes as DPPO does, but all kept completions have one weight: the loss is their mean."""
 
-    def prune_prompts(self, upcoming, generator):
-        self.N, prompts, w_q = super().prune_prompts(upcoming, generator)
-        return self.N, prompts, w_q
-
     def prune_completions(self, rollout, generator):
         kept = super().prune_completions(rollout, generator) > 0
         # In the loss, w_q w_qi/(N G) is then 1 over the number kept. (w_q itself stays, for the
-        # records, which estimate means over the window.)
-        candidates = self.N * rollout.A.shape[1]
+        # records, which estimate means over all candidates.)
+        candidates = rollout.N * rollout.A.shape[1]
         return kept * candidates / kept.sum().clamp(min=1) / rollout.w_q[:, None]
 
 
@@ -75,9 +82,9 @@ class Literal(DPPO):
     def prune_prompts(self, upcoming, generator):
         weights = without_the_lowest(self.memory["score"], self.config.prompt_prune_rate)
         kept = weights[upcoming] > 0
-        in_window = kept.cumsum(0) <= self.config.prompts_per_step
-        prompts = upcoming[kept & in_window]
-        return int(in_window.sum()), prompts, weights[prompts]
+        is_candidate = kept.cumsum(0) <= self.config.prompts_per_step
+        prompts = upcoming[kept & is_candidate]
+        return int(is_candidate.sum()), prompts, weights[prompts]
 
     def prune_completions(self, rollout, generator):
         needed = dppo.has_gradient(rollout.A, self.config.beta)
@@ -99,6 +106,21 @@ class CPPO(Rule):
         return kept * G / k * dppo.has_gradient(A, self.config.beta)
 
 
+def joined(rollouts):
+    """One Rollout of several."""
+    parts = Rollout(*zip(*rollouts))  # of each field, a tuple
+    return Rollout(
+        N=sum(parts.N),
+        prompts=torch.cat(parts.prompts),
+        w_q=torch.cat(parts.w_q),
+        sequences=sum(parts.sequences, []),
+        rewards=torch.cat(parts.rewards),
+        lengths=torch.cat(parts.lengths),
+        A=torch.cat(parts.A),
+        seconds=sum(parts.seconds),
+    )
+
+
 class GRESO(Rule):
     """Rolls out a prompt with probability p^z if its completions were all correct, or all wrong, at
     its last z visits. Trains on the first prompts_per_step groups that teach."""
@@ -111,63 +133,34 @@ class GRESO(Rule):
         p = torch.where(streak > 0, self.memory["p_easy"], self.memory["p_hard"])
         return (p ** streak.abs()).clamp(min=0.01)
 
+    def limit_of_step(self, upcoming):
+        return self.size  # of a round
+
     def step(self, task, optimizer, upcoming, generator):
         """dppo_step, but it rolls out until prompts_per_step groups teach, or no prompt is left,
         and its loss is the mean over the completions of these groups."""
-        config, model = self.config, task.model
-        G, most = config.group_size, config.prompts_per_step
-
-        # 1 and 2. Prune prompts, and roll out those that are kept, in rounds.
-        N, size = 0, most
-        prompts, sequences, rewards = [], [], []
-        while size > 0 and len(upcoming) > N:
-            rest = upcoming[N:]
-            pi = self.prompt_probabilities()[rest]
-            window = rest[pi.cumsum(0) <= size + 1e-9]
-            pi = pi[: len(window)]
-            kept = window[draw(pi / pi.sum().clamp(max=1), generator) > 0]
-            examples = [task.train[q] for q in kept.tolist()]
-            new_sequences, new_rewards = sample_and_grade(task, examples, G, config)
-            prompts.append(kept)
-            sequences += new_sequences
-            rewards.append(new_rewards)
-            N += len(window)
+        config = self.config
+        most = config.prompts_per_step
+        self.size = most
+        rounds = []
+        while self.size > 0 and len(upcoming) > 0:
+            N, prompts, w_q = self.prune_prompts(upcoming, generator)
+            upcoming = upcoming[N:]
+            rounds.append(dppo.roll_out(task, N, prompts, torch.ones_like(w_q), config))
             # Next as many as should fill the batch, and a quarter more.
-            teaches = group_advantages(torch.cat(rewards)).any(dim=1)
+            teaches = torch.cat([part.A.any(dim=1) for part in rounds])
             missing = most - teaches.sum().item()
             rate = teaches.double().mean().item()
-            size = min(most, math.ceil(1.25 * missing / max(rate, 0.01)))
-        prompts, rewards = torch.cat(prompts), torch.cat(rewards)
-        A = group_advantages(rewards, scale_by_std=config.objective != "dr_grpo")
-        lengths = torch.tensor([len(s.completion) for s in sequences]).double().view_as(A)
-        w_q = torch.ones(len(prompts), dtype=torch.float64)
-        rollout = Rollout(prompts, w_q, sequences, rewards, lengths, A)
-        earlier_mean = self.memory["mean_length"].nan_to_num(lengths.mean().item())
-        Z = dppo.normalizer(lengths, earlier_mean, config)
+            self.size = min(most, math.ceil(1.25 * missing / max(rate, 0.01)))
+        rollout = joined(rounds)
 
-        # 3. Train on the first groups that teach, whole.
-        teaches = A.any(dim=1)
+        # Train on the first groups that teach, whole. In the loss, w/(N G) is 1 over their number.
         is_trained = (teaches & (teaches.cumsum(0) <= most)).double()
-        w = is_trained[:, None].expand_as(A) * N / is_trained.sum().clamp(min=1)
-
-        # 4. Before any update, get the old and reference log-probabilities.
-        indices = w.flatten().nonzero()[:, 0].tolist()
-        old, ref = None, None
-        if config.inner_epochs > 1:
-            old = dppo.frozen_logprobs(model, sequences, indices, config)
-        if config.beta > 0:
-            ref = dppo.frozen_logprobs(task.reference, sequences, indices, config)
-
-        # 5. Update.
-        updates = []
-        for epoch in range(config.inner_epochs):
-            inputs = (sequences, A, w / (N * G * Z), old if epoch > 0 else None, ref, config)
-            updates.append(dppo.train_step(model, optimizer, *inputs))
-
-        # 6. Remember.
+        w = is_trained[:, None].expand_as(rollout.A) * rollout.N / is_trained.sum().clamp(min=1)
+        weights = [w] * config.inner_epochs
+        updates = dppo.learn(task, optimizer, rollout, weights, config)
         self.remember(rollout)
-        self.memory["mean_length"] = 0.9 * earlier_mean + 0.1 * lengths.mean()
-        return Step(N, rollout, [w] * config.inner_epochs, updates)
+        return Step(rollout, weights, updates)
 
     def remember(self, rollout):
         prompts = rollout.prompts

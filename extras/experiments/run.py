@@ -109,9 +109,9 @@ def trained(task, rule):
     while True:
         done = record["step"] / config.eval_every if config.eval_every else record["epoch"]
         if done >= evaluations:
-            accuracies = dppo.evaluate(task, config)
-            del accuracies["accuracy"]
-            curve.append([record["step"], seconds, completions, *accuracies.values()])
+            metrics, _ = dppo.evaluate(task, config)
+            accuracies = [metrics[f"accuracy of {name}"] for name in task.evals]
+            curve.append([record["step"], seconds, completions, *accuracies])
             evaluations = int(done) + 1
         if done >= (config.epochs or config.steps / config.eval_every):
             break
@@ -124,7 +124,7 @@ def trained(task, rule):
     task.reward = reward
     return {
         "curve": [[rounded(value) for value in point] for point in curve],
-        "prompts": sum(step["prompts_seen"] for step in steps),
+        "prompts": sum(step["candidates"] for step in steps),
         "trained": round(sum(step["completions_trained"] for step in steps)),
         "rollout_seconds": rounded(rollout_seconds),
         "clipped": sum(step["grad_norm"] > config.max_grad_norm for step in steps),

@@ -61,13 +61,13 @@ def taught(task, config, name, level, learning_rate, draw, size):
     optimizer = dppo.MasterAdam(task.model, learning_rate)
     rng = random.Random("warm0")
     bar = tqdm(desc=f"the starting model of {name}, once only", disable=None)
-    while dppo.evaluate(task, config)["accuracy"] < level:
+    while dppo.evaluate(task, config)[0]["accuracy"] < level:
         for _ in range(25):
             examples = [draw(rng, task.tokenizer, config) for _ in range(size)]
             batch = [demonstration(x, x["answer"], task.tokenizer) for x in examples]
             imitate(task.model, optimizer, batch)
             bar.update()
-    dppo.save_whole(path, task.model.state_dict(), path.with_name(f"partial-{os.getpid()}"))
+    dppo.save_whole(path, task.model.state_dict(), f"unfinished-{os.getpid()}")
     return task
 
 
