@@ -16,7 +16,10 @@ are. To use the trainer, put a script like this beside dppo.py and start it with
 
 The method may also be "extras.proportional:Proportional" or a rule of your own. The expected
 gradient is the gradient of TRL's loss on all candidates, as long as `entropy_coef` and
-`top_entropy_quantile` keep their defaults. Eight things differ from dppo.py:
+`top_entropy_quantile` keep their defaults. With loss_type dapo, which is TRL's default, the loss is
+divided by the number of all completions times max_completion_length, and not by the number of their
+tokens, which depends on the draw. So gradients are shorter than with GRPOTrainer, in proportion to
+the mean length. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is the
@@ -29,9 +32,9 @@ gradient is the gradient of TRL's loss on all candidates, as long as `entropy_co
 4. TRL pads sequences and does not pack them.
 5. A resumed run starts without memory, and visits the prompts in another order.
 6. In the log, `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/...` are estimates for
-   all candidates, in which a kept prompt counts 1/pi times and a missing reward does not count. Groups
-   with fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them
-   out. All other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
+   all candidates: a kept prompt counts 1/pi times, and a missing reward does not count. Groups with
+   fewer than two rewards have no standard deviation, so `frac_reward_zero_std` leaves them out. All
+   other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
    is a mean over the rows that are trained, and would be biased.
 8. A rule gets a Rollout without sequences, so it sees no texts and no log-probabilities.

@@ -26,7 +26,7 @@ from test_dppo import (
     REWARDS,
     G,
     SmallInstance,
-    assert_longest_window,
+    assert_most_candidates,
     assert_unbiased,
     every_result,
     main,
@@ -153,7 +153,7 @@ def test_answers_in_latex_are_compared_by_what_they_mean():
 def test_the_mean_gradient_of_our_rule_is_the_full_gradient():
     assert_unbiased(OURS, "grpo", 0.1, 3, [0, 1, 2, 3, 4, 5], limit=3)
     assert_unbiased(OURS, "grpo", 0.0, 5, [0, 5, 1, 2, 3, 4], limit=4)
-    assert_longest_window(OURS, 0.95)
+    assert_most_candidates(OURS, 0.95)
 
 
 def test_a_step_has_the_noise_of_as_many_unpruned_prompts_as_are_wanted():
@@ -263,11 +263,11 @@ def test_biased_rules_give_the_same_weight_to_all_that_they_keep(name, beta, rew
     instance = SmallInstance(beta=beta)
     rule = rule_with_history(f"extras.rivals:{name}", r_o=0.3, prompts_per_step=3)
     step = instance.step(rule, torch.optim.SGD(instance.model.parameters()), rewards=rewards)
-    shares = step.weights[0] / (step.N * G)
+    shares = step.weights[0] / (step.rollout.N * G)
     needed, kept = dppo.has_gradient(step.rollout.A, beta), shares > 0
     assert not kept[~needed].any() and kept.any() == needed.any()
     # CPPO keeps k = 2 of 3 in each group, including those with A = 0.
-    divisors = {"CPPO": 2 * 3, "Unweighted": kept.sum(), "WeightOne": step.N * G}
+    divisors = {"CPPO": 2 * 3, "Unweighted": kept.sum(), "WeightOne": step.rollout.N * G}
     assert torch.allclose(shares[kept], 1 / torch.as_tensor(divisors[name]).double())
 
 
@@ -284,7 +284,7 @@ def test_literal_always_removes_the_lowest_and_weighs_the_others_as_dppo_does():
     step = instance.step(rule, torch.optim.SGD(instance.model.parameters()))
     # Of the low prompts 2, 3 and 5, the first two are removed.
     prompts, w_q, A = step.rollout.prompts, step.rollout.w_q, step.rollout.A
-    assert (step.N, prompts.tolist(), w_q.tolist()) == (6, [0, 1, 4, 5], [1, 1, 1, 3])
+    assert (step.rollout.N, prompts.tolist(), w_q.tolist()) == (6, [0, 1, 4, 5], [1, 1, 1, 3])
     of_completions = (A != 0) * rivals.without_the_lowest(A.abs().where(A != 0, NAN), 0.7)
     assert (A != 0).sum() > of_completions.count_nonzero() > 0
     assert step.weights[0].equal(w_q[:, None] * of_completions)

@@ -26,9 +26,9 @@ from test_dppo import REWARDS, G, every_result, rule_with_history, tiny_model, t
 trl = pytest.importorskip("trl", reason="extras/dppo_trl.py needs TRL")
 from extras import dppo_trl  # noqa: E402, because it needs TRL
 
-N = 4  # prompts, the fourth with equal rewards; all of them are the window
+N = 4  # prompts, the fourth with equal rewards; all of them are candidates
 SCORED = REWARDS[[2, 1, 4, 5]]
-EVERYTHING = [q for q in range(N) for _ in range(G)]  # the window, without pruning
+EVERYTHING = [q for q in range(N) for _ in range(G)]  # all candidates, without pruning
 SEQUENCES, rng = [], random.Random(0)
 for i in range(N * G):
     prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
@@ -78,7 +78,14 @@ OBJECTIVES = {  # as TRL has them
 }
 
 
-@pytest.mark.parametrize("objective", dppo.CLIPPING)
+def shortening(loss_type, has_tools=False):
+    """How much shorter gradients are than TRL's. With dapo, TRL divides by the number of trained
+    tokens, and dppo.py by the maximal number, 8 for each completion."""
+    trained = [(len(s.completion) + has_tools) // (1 + has_tools) for s in SEQUENCES]
+    return sum(trained) / (8 * len(trained)) if loss_type == "dapo" else 1.0
+
+
+@pytest.mark.parametrize("objective", dppo.OBJECTIVES)
 def test_two_updates_on_an_unpruned_rollout_are_those_of_trl(objective, monkeypatch, tmp_path):
     # With gspo, TRL multiplies a token's KL by the ratio of the sequence, which is not the token's.
     common = {"beta": 0.0 if objective == "gspo" else 0.1, "temperature": 0.7}
@@ -110,7 +117,7 @@ def test_two_updates_on_an_unpruned_rollout_are_those_of_trl(objective, monkeypa
     own = {"inner_epochs": 2, "max_completion_tokens": 8, "group_size": G, "max_grad_norm": 1e9}
     rule = dppo.Rule(dppo.Config(objective=objective, **common, **own), range(N))
     task = dppo.Task(range(N), {}, None, None, model, reference=reference)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3 / shortening(objective))
     monkeypatch.setattr(dppo, "sample_and_grade", lambda *_: (SEQUENCES, SCORED))
     step = dppo.dppo_step(task, rule, optimizer, torch.arange(N), torch.Generator())
     assert 0 < step.updates[1]["clipped_fraction"] < 1
@@ -135,9 +142,9 @@ def gradient_of(trainer, prompts):
 
 
 def next_batch(trainer, order=(0, 1, 2, 3)):
-    """Draws a batch from the window, with the prompts in this order -> the prompts of its rows."""
-    trainer.windows.order = torch.tensor(order)
-    return list(itertools.islice(trainer.windows, N * G))
+    """Draws a batch, with the prompts in this order -> the prompts of its rows."""
+    trainer.sampler.order = torch.tensor(order)
+    return list(itertools.islice(trainer.sampler, N * G))
 
 
 def assert_same_log(trainer, reference):
@@ -160,35 +167,34 @@ def test_without_pruning_the_trl_trainer_has_the_gradient_and_the_log_of_trl(
     trainer = dppo_trl.DPPOTrainer(**settings, pruning={"method": "grpo"})
     gradient, trained = gradient_of(trainer, next_batch(trainer))
     assert trained == N * G
+    expected = expected * shortening(loss_type, has_tools)
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
     assert_same_log(trainer, reference)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, method, tmp_path):
+def test_the_trl_trainer_has_on_average_the_gradient_of_all_candidates(loss_type, method, tmp_path):
     settings = trl_settings(tmp_path, loss_type=loss_type)
     pruning = {"method": method, "prompt_prune_rate": 0.6, "completion_prune_rate": 0.6}
     trainer = dppo_trl.DPPOTrainer(**settings, pruning=pruning)
-    full, _ = gradient_of(trl.GRPOTrainer(**settings), EVERYTHING)
+    full = gradient_of(trl.GRPOTrainer(**settings), EVERYTHING)[0] * shortening(loss_type)
 
     def pick():
         for name, values in rule_with_history(method).memory.items():
             is_of_prompts = values.shape == (6,)
             values = values[[2, 0, 4, 5]] if is_of_prompts else values
-            trainer.windows.rule.memory[name] = values
-        return next_batch(trainer), trainer.windows.queue[0]
+            trainer.sampler.rule.memory[name] = values
+        return next_batch(trainer), trainer.sampler.queue[0]
 
     def step(prompts, entry):
-        trainer.windows.queue = [entry]
-        length = sum(len(s.completion) for s in SEQUENCES) / len(SEQUENCES)
-        trainer.windows.rule.memory["mean_length"] = torch.tensor(length)
+        trainer.sampler.queue = [entry]
         return gradient_of(trainer, prompts)
 
     expectation = torch.zeros_like(full)
-    windows = every_result(pick)
+    batches = every_result(pick)
     sizes = set()
-    for p, (prompts, entry) in windows:
+    for p, (prompts, entry) in batches:
         assert len(prompts) == N * G and entry[0] == N
         sizes.add(len(entry[1]))
         for p_completions, (gradient, trained) in every_result(partial(step, prompts, entry)):
@@ -198,7 +204,7 @@ def test_the_trl_trainer_has_on_average_the_gradient_of_the_window(loss_type, me
     assert (expectation - full).norm() < 1e-5 * full.norm()
 
 
-def test_the_trl_log_estimates_the_rewards_of_the_window(tmp_path):
+def test_the_trl_log_estimates_the_rewards_of_all_candidates(tmp_path):
     # One of the prompts 0 and 2 is kept and stands for both, and their rewards have the same mean
     # and std. So the estimates are exact, although prompt 3 fills the batch and is there twice.
     scores = SCORED.clone()
@@ -210,9 +216,9 @@ def test_the_trl_log_estimates_the_rewards_of_the_window(tmp_path):
     for seed in range(8):
         trainer = dppo_trl.DPPOTrainer(**settings, pruning={"prompt_prune_rate": 0.5})
         trainer.args.seed = seed
-        trainer.windows.rule.memory["score"] = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
+        trainer.sampler.rule.memory["score"] = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
         prompts = next_batch(trainer, order=(3, 0, 1, 2))
-        kept.add(tuple(trainer.windows.queue[0][1].sort().values.tolist()))
+        kept.add(tuple(trainer.sampler.queue[0][1].sort().values.tolist()))
         gradient_of(trainer, prompts)
         assert_same_log(trainer, reference)
     assert kept == {(0, 1, 3), (1, 2, 3)}
@@ -226,7 +232,7 @@ def test_a_missing_reward_teaches_a_trl_run_nothing(tmp_path):
     gradient_of(trainer, next_batch(trainer))
     A = dppo.group_advantages(scores).abs()
     expected = [A[0].mean(), math.nan, A[2, 1:].mean(), 0.0]  # the second has no score yet
-    score = trainer.windows.rule.memory["score"]
+    score = trainer.sampler.rule.memory["score"]
     torch.testing.assert_close(score, torch.tensor(expected).double(), equal_nan=True)
     log = trainer._metrics["train"]
     assert log["reward"] == pytest.approx([scores.nanmean().item()])
@@ -239,7 +245,7 @@ def test_a_trl_run_that_is_resumed_looks_at_prompts_in_an_order_of_its_own(tmp_p
         saving = {"save_strategy": "steps", "save_steps": 3}
         settings = trl_settings(tmp_path, 16, max_steps=max_steps, **saving)
         trainer = dppo_trl.DPPOTrainer(**settings)
-        rule = trainer.windows.rule
+        rule = trainer.sampler.rule
         rule.prune_prompts = mock.Mock(wraps=rule.prune_prompts)
         trainer.train(resume_from_checkpoint=checkpoint)
         starts.append(rule.prune_prompts.call_args_list[0].args[0][:N].tolist())
@@ -293,7 +299,7 @@ def train(folder, processes, method):
     settings = trl_settings(folder, prompts=16, per_device_train_batch_size=size, max_steps=10)
     settings["args"].logging_steps = 1
     trainer = dppo_trl.DPPOTrainer(**settings, callbacks=[Gradients()], pruning={"method": method})
-    rule = trainer.windows.rule
+    rule = trainer.sampler.rule
     for name in ("prune_prompts", "prune_completions"):
         setattr(rule, name, partial(noting, getattr(rule, name)))
     trainer.train()
@@ -312,7 +318,7 @@ def test_the_trl_trainer_in_two_processes_draws_the_same_and_has_the_gradient_of
         subprocess.run(command, check=True, capture_output=True)
     log, gradients, rewards = torch.load(tmp_path / "1-0", weights_only=False)
     assert len(gradients) == 10
-    assert max(N_of_window for N_of_window in log if isinstance(N_of_window, int)) > N
+    assert max(number for number in log if isinstance(number, int)) > N
     for name in ("2-0", "2-1"):
         same_log, of_part, same_rewards = torch.load(tmp_path / name, weights_only=False)
         assert same_rewards == rewards
