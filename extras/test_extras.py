@@ -50,8 +50,10 @@ NAN = math.nan
 
 # ==== Code and commands, as they are printed ====
 def printed_block(words):
-    """The one block with these words in it, in README or in a docstring of extras."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    """The one block with these words in it, in README, in RESULTS or in a docstring of extras."""
+    blocks = []
+    for page in ("README.md", "extras/experiments/RESULTS.md"):
+        blocks += re.findall(r"^ *```\w+\n(.*?)^ *```", (ROOT / page).read_text(), re.M | re.S)
     for path in ROOT.glob("extras/*.py"):
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         blocks += re.findall("(?:^    .*\n)+", docstring, re.M)
@@ -115,6 +117,15 @@ def test_printed_commands_run_on_a_stub_hub(method, newcomer):
     block, replaced = re.subn(r"--epochs \S+", "--steps 2", block)
     run_command(block, *newcomer, "--output_dir=run", f"--method={method}")
     assert replaced and [record["step"] for record in metrics(Path("run"))] == [0, 1, 2]
+
+
+def test_the_printed_rule_begins_with_the_memory_of_an_earlier_run(newcomer):
+    run("runs/a", tiny_task(seldom_teaches), steps=4)
+    Path("again.py").write_text(printed_block("class Again"))
+    sys.path.insert(0, "")  # as main() does
+    task = tiny_task(seldom_teaches)
+    run("two", task, method="again:Again", seed=1, steps=1, prompts_per_step=4)
+    assert recorded(Path("two"), "candidates")[0] > recorded(Path("two"), "prompts_rolled")[0]
 
 
 def test_readme_rule_is_unbiased():

@@ -3,6 +3,7 @@
     python extras/experiments/run.py digits 16 grpo-skip    # one run: experiment, seed, arm
     python extras/experiments/run.py digits                 # all of them, two at a time
     python extras/experiments/run.py gather                 # runs/experiments -> runs.json
+    python extras/experiments/run.py noise                  # see noise.py
 
 A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
 in runs.json, its numbers are printed beside the saved ones. Seconds differ between machines, and so
@@ -22,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
+from extras.experiments import noise
 from extras.experiments.tasks import TASKS
 
 SAVED = Path(__file__).with_name("runs.json")
@@ -78,6 +80,9 @@ OF_SMOLLM2 |= {"temperature": 1.0, "learning_rate": 5e-6, "max_grad_norm": 10.0}
 OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 10, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
+
+# Only for noise.py:
+OF_LONG_TEXT = {"max_completion_tokens": 96, "temperature": 1.0}
 
 EXPERIMENTS = {
     "digits": Experiment("digits", EPOCHS, range(16, 32), DIGITS),
@@ -174,6 +179,17 @@ def make_all(name):
         list(pool.map(make, product(experiment.seeds, experiment.arms)))
 
 
+def measure_noise(tasks):
+    """Measures the noise of scores on these tasks, or on all of them."""
+    for name in tasks or noise.SETUPS:
+        settings = EXPERIMENTS[name].settings if name in EXPERIMENTS else OF_LONG_TEXT
+        config = dppo.configure(**settings | ARMS["grpo-skip"])
+        results = noise.measure(name, TASKS[name](config), config)
+        path = FOLDER / f"noise, {name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results))
+
+
 def load():
     """{experiment: {arm: {seed: run}}}"""
     return json.loads(SAVED.read_text())
@@ -190,6 +206,10 @@ def gather():
                 saved[name][arm] = runs
             print(f"{name}: from {FOLDER}")
     save(saved)
+    paths = {name: FOLDER / f"noise, {name}.json" for name in noise.SETUPS}
+    if all(path.exists() for path in paths.values()):
+        results = {name: json.loads(path.read_text()) for name, path in paths.items()}
+        noise.SAVED.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def save(runs):
@@ -200,12 +220,14 @@ def save(runs):
 
 def main():
     name, *run = sys.argv[1:] or ["?"]
+    torch.set_num_threads(1)  # a process a core
     if name == "gather":
         gather()
+    elif name == "noise":
+        measure_noise(run)
     elif name in EXPERIMENTS and not run:
         make_all(name)
     elif name in EXPERIMENTS and len(run) == 2 and run[1] in ARMS:
-        torch.set_num_threads(1)  # a process a core
         made = make_run(name, int(run[0]), run[1])
         saved = load().get(name, {}).get(run[1], {}).get(run[0], {})
         for key, value in made.items():

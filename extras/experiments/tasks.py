@@ -1,4 +1,4 @@
-"""The tasks on which methods are compared: digits, sums, guess or pass, and SmolLM2.
+"""The tasks on which methods are compared: digits, sums, guess or pass, SmolLM2, and long text.
 
 *Digits* is the task that dppo.py has built in.
 
@@ -13,15 +13,21 @@ average, although a right guess pays most.
 
 *SmolLM2* is a language model with 135 million parameters that was pretrained elsewhere. It is asked
 for sums, differences and products. It imitates right answers until it gets 0.4 of the sums of
-two-digit numbers right. The environment variable SMOLLM2 may name a folder with the model.
-Otherwise, it comes from the Hub.
+two-digit numbers right.
 
-Starting models are made once, and kept where torch.hub keeps its own.
+*Long text* is for measuring gradients only (noise.py). SmolLM2 answers questions of GSM8K with up
+to 96 tokens, and rewards are drawn by coins.
+
+The environment variables SMOLLM2 and GSM8K may name a folder with the model and a file with the
+questions. Otherwise, they come from the Hub. Starting models are made once, and kept where
+torch.hub keeps its own.
 """
 
+import inspect
 import os
 import random
 import string
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +38,7 @@ from tqdm import tqdm
 import dppo
 
 SMOLLM2 = os.environ.get("SMOLLM2", "HuggingFaceTB/SmolLM2-135M-Instruct")
+GSM8K = os.environ.get("GSM8K", "openai/gsm8k:main:test")
 
 
 # ==== Imitation ====
@@ -52,7 +59,8 @@ def imitate(model, optimizer, sequences):
 def taught(task, config, name, level, learning_rate, draw, size):
     """Trains the task's model to imitate right answers, until its accuracy reaches a level -> the
     task. How many steps that takes differs between machines, as it depends on rounding errors."""
-    path = Path(torch.hub.get_dir(), f"dppo-{name}.pt")
+    recipe = inspect.getsource(taught) + inspect.getsource(draw)
+    path = Path(torch.hub.get_dir(), f"dppo-{name}-{zlib.crc32(recipe.encode())}.pt")
     if path.exists():
         task.model.load_state_dict(torch.load(path))
         return task
@@ -101,7 +109,7 @@ def load_sums(config):
     model = type(sorting.model)(sorting.model.config).eval()  # with weights of its own
     evals = {"held out": examples[1024:]}
     task = dppo.Task(examples[:1024], evals, sorting.tokenizer, dppo.exact, model)
-    return taught(task, config, "sums-1", 0.5, 2e-3, draw_sum, 64)
+    return taught(task, config, "sums", 0.5, 2e-3, draw_sum, 64)
 
 
 # ==== Guess or pass ====
@@ -178,10 +186,15 @@ def draw_arithmetic(rng, tokenizer, config, kind=None):
     return {"prompt": prompt, "prompt_ids": ids, "answer": str(SIGNS[sign](a, b))}
 
 
+def pretrained():
+    """-> SmolLM2's tokenizer and model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
+    return transformers.AutoTokenizer.from_pretrained(SMOLLM2), model.eval()
+
+
 def load_smollm2(config):
     """128 prompts of four kinds to train, and 96 sums of two digits to evaluate."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    tokenizer, model = pretrained()
     rng = random.Random("data")
     train = []
     for kind, (size, *_) in ARITHMETIC.items():
@@ -190,8 +203,25 @@ def load_smollm2(config):
     sums = different(136, draw_arithmetic, rng, tokenizer, config, "two digits")
     held_out = [example for example in sums if example not in train][:96]
     task = dppo.Task(train, {"held out": held_out}, tokenizer, dppo.exact, model)
-    return taught(task, config, "smollm2-1", 0.4, 1e-5, draw_arithmetic, 16)
+    return taught(task, config, "smollm2", 0.4, 1e-5, draw_arithmetic, 16)
+
+
+# ==== Long text ====
+def coin_reward(prompts, completions, **columns):
+    """1 or 0 by chance; 1 with a probability that is drawn once for each prompt."""
+    rewards = []
+    for prompt in prompts:
+        p = random.Random(str(prompt)).random()
+        rewards.append(float(torch.rand(()) < p))
+    return rewards
+
+
+def load_long_text(config):
+    """Questions of GSM8K."""
+    tokenizer, model = pretrained()
+    examples = dppo.load_examples(GSM8K, "test", config, tokenizer)
+    return dppo.Task(examples, {}, tokenizer, coin_reward, model)
 
 
 TASKS = {"digits": dppo.load_task, "sums": load_sums, "guess or pass": load_guess_or_pass}
-TASKS["SmolLM2"] = load_smollm2
+TASKS |= {"SmolLM2": load_smollm2, "long text": load_long_text}

@@ -1,0 +1,121 @@
+"""What a score is worth: the noise that pruning completions adds to a step, by true gradients.
+
+    python extras/experiments/run.py noise              # measures all tasks, one after the other
+    python extras/experiments/run.py noise "long text"  # one of them
+    python extras/experiments/run.py gather             # runs/experiments -> noise.json
+
+A batch is rolled out, and no prompt is pruned. Let g_i be the gradient of the loss of completion i
+alone, and w_i its weight. A rule adds the noise
+
+    E|sum of (w_i - 1) g_i|^2 / sum of |g_i|^2
+
+to that of the batch, where E is over the draws, for which 4,000 of them stand. If the gradients are
+orthogonal, this is the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
+
+Each score keeps the same number of completions. Draws are made in two ways: in the order of dppo.py
+(group by group, and by A within a group), and in a random one.
+"""
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import torch
+
+import dppo
+from extras.proportional import share_probabilities, surprise
+
+SAVED = Path(__file__).with_name("noise.json")
+SHARES = (0.5, 0.3, 0.2)  # of the completions with a gradient
+
+# How many batches are measured before training and, if `steps` is not 0, after so many steps of
+# grpo-skip; the number of prompts in a batch; and which gradients: of the parameters of every so
+# manieth layer, so that they fit into memory, or of all parameters (0).
+Setup = namedtuple("Setup", "batches steps prompts layers")
+SETUPS = {
+    "sums": Setup(batches=4, steps=240, prompts=32, layers=0),
+    "digits": Setup(batches=4, steps=240, prompts=64, layers=0),
+    "SmolLM2": Setup(batches=3, steps=24, prompts=8, layers=3),
+    "long text": Setup(batches=3, steps=0, prompts=8, layers=3),
+}
+
+
+def gradients(task, rollout, rows, layers, config):
+    """The gradients of the losses of the completions at `rows`, each of them flat."""
+    parts = task.model.model.layers[::layers] if layers else [task.model]
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    scales = (rollout.A / rollout.lengths).flatten().tolist()
+    rows_of_g = []
+    for i in rows:
+        inputs = (task.model, [rollout.sequences[i]], [[0]], config.temperature)
+        logprobs, _ = dppo.completion_logprobs(*inputs)
+        parts = torch.autograd.grad(-scales[i] * logprobs.sum(), parameters)
+        rows_of_g.append(torch.cat([part.flatten() for part in parts]))
+    return rows_of_g
+
+
+def products(rows_of_g):
+    """n gradients -> (n, n) float64 g_i . g_j."""
+    gram = torch.zeros(len(rows_of_g), len(rows_of_g), dtype=torch.float64)
+    for i, g in enumerate(rows_of_g):
+        for j, other in enumerate(rows_of_g[: i + 1]):
+            gram[i, j] = gram[j, i] = g @ other
+    return gram
+
+
+def added_noise(pi, gram, is_shuffled=False, number=4000):
+    """(n,) pi, (n, n) g_i . g_j -> the noise that pruning adds, over that of the batch."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.arange(len(pi))
+    errors = torch.zeros(number, len(pi), dtype=torch.float64)
+    for error in errors:
+        if is_shuffled:
+            order = torch.randperm(len(pi), generator=generator)
+        error[order] = dppo.draw(pi[order], generator) - 1
+    return (((errors @ gram) * errors).sum(dim=1).mean() / gram.trace()).item()
+
+
+def measured(task, prompts, layers, config):
+    """-> the noise of all scores in one batch of the (B,) prompts: {name: [in order, shuffled]} for
+    the paper's rule and its share, and {name: {share: [in order, shuffled]}}."""
+    w_q = torch.ones(len(prompts), dtype=torch.float64)
+    rollout = dppo.roll_out(task, len(prompts), prompts, w_q, config)
+    order = rollout.A.argsort(dim=1, stable=True)
+    order = (order + len(order[0]) * torch.arange(len(order))[:, None]).flatten()
+    rows = order[rollout.A.flatten()[order] != 0]
+    gram = products(gradients(task, rollout, rows.tolist(), layers, config))
+    A = rollout.A.flatten()[rows].abs()
+    factor = (surprise(rollout) / rollout.lengths).flatten()[rows]
+    scores = {"random": torch.ones_like(A), "A": A, "A times surprise": A * factor}
+    scores["gradient"] = gram.diagonal().sqrt()
+
+    def both(pi):
+        return [round(added_noise(pi, gram, is_shuffled), 4) for is_shuffled in (False, True)]
+
+    pi = dppo.keep_probabilities(A, 0.7)
+    share = pi.mean().item()
+    result = {"n": len(rows), "paper's share": round(share, 3), "paper's rule": both(pi)}
+    result["random, paper's share"] = both(torch.full_like(pi, share))
+    for name, score in scores.items():
+        result[name] = {str(x): both(share_probabilities(score, x)) for x in SHARES}
+    return result
+
+
+def measure(name, task, config):
+    """Measures a task's batches, before and after training -> {moment: one result for a batch}."""
+    setup = SETUPS[name]
+    rule = dppo.GRPOSkip(config, task.train)
+    optimizer = dppo.MasterAdam(task.model, config.learning_rate)
+    record = {"step": 0, "candidates_so_far": 0}
+    results = {}
+    for steps in sorted({0, setup.steps}):
+        while record["step"] < steps:
+            record = dppo.make_step(task, rule, optimizer, record)
+        results[f"after {steps} steps"] = []
+        for batch in range(setup.batches):
+            torch.manual_seed(batch)
+            prompts = torch.randperm(len(task.train))[: setup.prompts]
+            result = measured(task, prompts, setup.layers, config)
+            results[f"after {steps} steps"].append(result)
+            print(f"{name}, after {steps} steps, batch {batch}: {json.dumps(result)}", flush=True)
+    return results
