@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +21,8 @@ import transformers
 import dppo
 from dppo import Config, group_advantages
 from extras import rivals
-from extras.proportional import Proportional
+from extras.experiments import noise
+from extras.proportional import Proportional, share_probabilities
 from test_dppo import (
     ADVANTAGES,
     REWARDS,
@@ -186,15 +188,103 @@ def test_a_step_has_the_noise_of_as_many_unpruned_prompts_as_are_wanted():
             assert rule.limit_of_step(visits.repeat(12)) == max(1, round(most / worth.item()))
 
 
-def test_the_line_of_completions_ends_at_their_mean_score_which_counts_w_q():
-    advantages = torch.tensor([[3.0, -1.0, -2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]).double()
-    rule = Proportional(Config(completion_prune_rate=0.6), range(3))
+def with_surprises(rollout, probabilities):
+    """The rollout with completions of two tokens, sampled with these (B, G) probabilities."""
+    rows = torch.tensor(probabilities).double().log().flatten()[:, None].expand(-1, 2)
+    sequences = [dppo.Sequence([2], [3, 4], row) for row in rows]
+    return rollout._replace(sequences=sequences, lengths=torch.full_like(rollout.A, 2.0))
+
+
+def test_completions_are_kept_in_proportion_to_their_weighted_advantage_and_surprise():
+    A = torch.tensor([[3.0, -1.0, -2.0], [1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]).double()
     w_q = torch.tensor([1.0, 4.0, 9.0]).double()
-    pi = rule.completion_probabilities(rollout_of(range(3), advantages, advantages, w_q))
-    # The scores are 3, 1, 2; 4, -, 4; none. Their mean is 2.8.
-    line = [1 - 0.6 * (1 - score / 2.8) for score in (1, 2)]
-    assert pi.flatten().tolist() == pytest.approx([1, *line, 1, 0, 1, 0, 0, 0])
-    assert not rule.completion_probabilities(rollout_of(range(3), 0 * advantages)).any()
+    rollout = with_surprises(rollout_of(range(3), A, A, w_q), [[0.5, 0.1, 0.5]] * 3)
+    rule = Proportional(Config(completion_prune_rate=0.6), range(3))
+    # The scores are, but for a factor: 3 * 0.5, 1 * 0.9, 2 * 0.5; 4 * 0.5, -, 4 * 0.5; none.
+    scores = torch.tensor([1.5, 0.9, 1.0, 2.0, 2.0])
+    pi = rule.completion_probabilities(rollout)
+    assert pi[A != 0].allclose(2 * (scores / scores.sum()).double())  # 0.4 of five are kept
+    assert not pi[A == 0].any()
+    # Without log-probabilities, the advantage is left.
+    pi = rule.completion_probabilities(rollout_of(range(3), A, A, w_q))
+    scores = torch.tensor([3.0, 1.0, 2.0, 4.0, 4.0])
+    assert pi[A != 0].allclose(2 * (scores / scores.sum()).double())
+    assert not rule.completion_probabilities(rollout_of(range(3), 0 * A)).any()
+
+
+SCORES = [[5.0], [0.0, 0.0, 0.0, 0.0, 0.0], [1e-9, 1.0, 2.0, 100.0], [0.0, 0.0, 1.0, 1.0], []]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("share", [0.3, 0.75, 1.0])
+def test_probabilities_add_up_to_a_share_and_no_weight_exceeds_20(scores, share):
+    pi = share_probabilities(torch.tensor(scores), share)
+    assert pi.sum() == pytest.approx(share * len(scores)) and ((pi >= 0.05) & (pi <= 1)).all()
+    order = torch.tensor(scores).argsort()
+    assert (pi[order].diff() >= 0).all()
+
+
+def test_our_rule_is_unbiased_with_certain_tokens_missing_rewards_and_kl():
+    A = torch.tensor([[2.0, -1.0, 0.0], [0.0, 0.0, 0.0], [1.0, -1.0, -1.0]]).double()
+    probabilities = [[1.0, 0.5, 0.2], [0.5, 1.0, 1.0], [1.0, 1.0, 0.01]]  # 1: certain
+    rewards = torch.tensor([[1, 0, NAN], [1, 1, 1], [1, 0, 0]])
+    rollout = with_surprises(rollout_of(range(3), rewards, A), probabilities)
+    for beta in (0.0, 0.1):
+        rule = Proportional(Config(beta=beta, completion_prune_rate=0.6), range(3))
+        outcomes = every_result(partial(rule.prune_completions, rollout, None))
+        mean = sum(p * w_qi for p, w_qi in outcomes)
+        assert len(outcomes) > 2
+        assert mean.allclose(dppo.has_gradient(A, beta).double())
+
+
+# ==== Uniform, which a score has to beat, and the noise that pruning adds ====
+def test_uniform_keeps_as_many_as_dppo_with_one_probability():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 1], [1.0, 1, 0, 0]])
+    rollout = rollout_of(range(3), rewards)
+    of_dppo = dppo.DPPO(Config(), range(3)).completion_probabilities(rollout)
+    pi = rivals.Uniform(Config(), range(3)).completion_probabilities(rollout)
+    assert pi.sum() == pytest.approx(of_dppo.sum().item()) and of_dppo.unique().numel() > 2
+    assert pi[rollout.A != 0].unique().numel() == 1 and not pi[rollout.A == 0].any()
+    none = rollout_of(range(3), 0 * rewards)
+    assert not rivals.Uniform(Config(), range(3)).completion_probabilities(none).any()
+
+
+def test_added_noise_of_orthogonal_gradients_is_least_for_pi_in_proportion_to_norms():
+    norms = torch.tensor([4.0, 1.0, 0.5, 2.0, 1.0, 3.0, 0.2, 1.5]).double()
+    others = [torch.ones(8), norms.flip(0), norms.sqrt(), norms**2]
+    for share in (0.3, 0.5):
+        pis = [share_probabilities(scores, share) for scores in (norms, *others)]
+        for is_shuffled in (False, True):
+            found = [noise.added_noise(pi, norms.square().diag(), is_shuffled) for pi in pis]
+            by_hand = [norms.square() @ (1 / pi - 1) / norms.square().sum() for pi in pis]
+            assert found == pytest.approx([value.item() for value in by_hand], rel=0.1)
+            assert min(by_hand) == by_hand[0] and min(found) == found[0]
+
+
+def test_added_noise_of_equal_gradients_is_that_of_their_number():
+    """Of eight equal gradients, half are kept: always four, so their weighted sum is the same."""
+    gram = torch.ones(8, 8).double()
+    assert noise.added_noise(torch.full((8,), 0.5).double(), gram) == pytest.approx(0)
+    # Three or four of 3.6 are kept, each with the weight 8/3.6.
+    pi = torch.full((8,), 0.45).double()
+    variance = (0.6 * 0.4**2 + 0.4 * 0.6**2) * (1 / 0.45) ** 2
+    assert noise.added_noise(pi, gram) == pytest.approx(variance / 8, rel=0.1)
+
+
+def test_measured_gradients_are_those_of_the_losses():
+    task, config = tiny_task(), Config(group_size=4, max_completion_tokens=8)
+    w_q = torch.ones(4).double()
+    torch.manual_seed(0)
+    rollout = dppo.roll_out(task, 4, torch.arange(4), w_q, config)
+    rows = rollout.A.flatten().nonzero()[:, 0].tolist()
+    gram = noise.products(noise.gradients(task, rollout, rows, 0, config))
+    for i, row in enumerate(rows):  # a step on one completion alone, of N G = 16
+        weights = torch.zeros(16).double()
+        weights[row] = 1.0
+        [update] = dppo.learn(task, mock.Mock(), rollout, [weights.view(4, 4)], config)
+        assert update["grad_norm"] * 16 == pytest.approx(gram[i, i].sqrt().item(), rel=1e-4)
+    norms = gram.diagonal().sqrt()
+    assert (gram.abs() <= norms[:, None] * norms * 1.0001).all()
 
 
 # Five of seven prompts are visited. Their rewards, from 0 to 1, are then scaled.
