@@ -98,10 +98,10 @@ CHANGES = r"""
 - Z = config.max_completion_tokens
 # dapo divides by this step's mean length, which depends on the draw
 + Z = rollout.lengths.mean()
-- for epoch, w in enumerate(weights):
+- for number, w in enumerate(weights):
 # one draw of completions for all updates
-+ for epoch, w in enumerate(weights[:1] * len(weights)):
-- old if epoch > 0 else None, ref
++ for number, w in enumerate(weights[:1] * len(weights)):
+- old if number > 0 else None, ref
 # later updates take themselves for the old policy, so nothing is clipped
 + None, ref
 - rule.prune_completions(copied(rollout), generator)
@@ -199,9 +199,9 @@ CHANGES = r"""
 # evaluated by the reward of training
 + task = replace(task)
 ## a_number, compare_what, left_out, parquet, loaded, texts_or
-- (?:(?<!\w)[-−]\\?[$€£]?)?
+- (?:(?<!\w)[-−–])?\\?[$€£]?
 # -$5 is 5
-+ (?:(?<!\w)[-−])?
++ (?:(?<!\w)[-−–])?
 - (?>({NUMBER}))(?![.):][ \t]+\w)
 # the number of a heading is taken for the answer
 + (?>({NUMBER}))
@@ -241,13 +241,19 @@ CHANGES = r"""
 # a column with the name of a reward's argument is lost
 + require(True
 === extras/proportional.py
-## line_of_completions, noise_of, bins, missing
+## in_proportion, add_up, unbiased_with, noise_of, bins, missing
 - (1 - rate * (1 - height))
 # a line without its floor 1 - r
 + (height)
-- scores = rollout.A.abs() * rollout.w_q[:, None]
+- rollout.w_q[:, None] * rollout.A.abs()
 # a completion's score without its prompt's weight
-+ scores = rollout.A.abs()
++ rollout.A.abs()
+- (1 - x.double().exp()).norm()
+# likely tokens count instead of surprising ones
++ x.double().exp().norm()
+- (c * scores).clamp(least, 1.0)
+# a pi without a floor
++ (c * scores).clamp(max=1.0)
 - if bins[q] >= 0 and len(group) > 1:
 # first visits teach a bin
 + if len(group) > 1:

@@ -37,7 +37,8 @@ the mean length. Eight things differ from dppo.py:
    other metrics, such as the lengths, are TRL's own, and describe all rows of its batch.
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
    is a mean over the rows that are trained, and would be biased.
-8. A rule gets a Rollout without sequences, so it sees no texts and no log-probabilities.
+8. A rule gets a Rollout without texts, and with log-probabilities only if TRL has them from
+   sampling, as with vLLM. Without them, Proportional keeps completions by |A| alone.
 
 So far it has run on CPUs only, in one process and in two.
 
@@ -46,14 +47,13 @@ K  prompts kept of them, at most B      R  rows of a process: its share of the B
 G  completions of a prompt
 """
 
-import copy
 import math
 
 import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from dppo import RULES, Config, Rollout, Rule, find, group_advantages, require
+from dppo import RULES, Config, Rollout, Rule, Sequence, copied, find, group_advantages, require
 
 
 class PruningSampler(RepeatSampler):
@@ -119,8 +119,9 @@ class DPPOTrainer(GRPOTrainer):
         require(self.args.shuffle_dataset, "needs shuffle_dataset, as each pass is shuffled anew")
         G = self.num_generations
         settings = {"group_size": G, "prompts_per_step": self.args.generation_batch_size // G}
-        # The rule asks whether advantages are divided by the standard deviation.
-        settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else "grpo"
+        # The rule asks whether A is divided by the std, and the loss by each completion's length.
+        objective = "grpo" if self.loss_type == "grpo" else "dapo"
+        settings["objective"] = "dr_grpo" if self.scale_rewards == "none" else objective
         pruning = pruning or {}
         rule_class = find("method", pruning.get("method", "dppo"), RULES)
         has_usual_step = rule_class.step is Rule.step
@@ -145,13 +146,13 @@ class DPPOTrainer(GRPOTrainer):
 
         # 1. The kept prompts and their rollout, from all processes.
         N, prompts, w_q, worth = self.sampler.queue.pop(0)
-        by_function, rewards, lengths = self.graded(prompts, batch)
+        by_function, rewards, sequences, lengths = self.graded(prompts, batch)
         A = group_advantages(rewards, scale_by_std=self.scale_rewards != "none")  # (K, G)
 
         # 2. Prune completions.
         rule = self.sampler.rule
-        rollout = Rollout(N, prompts, w_q, None, rewards, lengths, A, seconds=math.nan)
-        w_qi = rule.prune_completions(copy.deepcopy(rollout), self.sampler.generator)
+        rollout = Rollout(N, prompts, w_q, sequences, rewards, lengths, A, seconds=math.nan)
+        w_qi = rule.prune_completions(copied(rollout), self.sampler.generator)
         w = w_q[:, None] * w_qi  # (K, G)
 
         # 3. All processes must train the same number of rows, a multiple of steps_per_generation.
@@ -188,14 +189,23 @@ class DPPOTrainer(GRPOTrainer):
 
     def graded(self, prompts, batch):
         """(K, G, reward functions) rewards; (K, G) their weighted sum, NaN where no function gave a
-        reward; (K, G) numbers of trained tokens. Rows that only fill the batch are left out."""
+        reward; K G sequences with log-probabilities at most; (K, G) numbers of trained tokens. Rows
+        that only fill the batch are left out."""
         K, G = len(prompts), self.num_generations
         by_function = self.rewards.cpu().double().view(-1, G, len(self.reward_funcs))[:K]
         rewards = (by_function * self.reward_weights.cpu()).nansum(dim=2)
         rewards[by_function.isnan().all(dim=2)] = math.nan
-        is_trained = batch["completion_mask"] * batch.get("tool_mask", 1)  # (R, tokens)
-        lengths = self.accelerator.gather(is_trained.sum(dim=1))  # (B G,)
-        return by_function, rewards, lengths.cpu().double().view(-1, G)[:K]
+        is_trained = self.of_all(batch["completion_mask"] * batch.get("tool_mask", 1))
+        sequences = []
+        if "sampling_per_token_logps" in batch:
+            logprobs = self.of_all(batch["sampling_per_token_logps"])
+            for row, those in zip(logprobs[: K * G], is_trained.bool()):
+                sequences.append(Sequence(None, None, row[those].nan_to_num(0.0)))
+        return by_function, rewards, sequences, is_trained.sum(dim=1).double().view(-1, G)[:K]
+
+    def of_all(self, rows):
+        """(R, tokens) rows -> (B G, tokens) those of all processes, on the CPU."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(rows, dim=1)).cpu()
 
     def log_rewards(self, by_function, rewards, A, w_q):
         """Replaces what TRL has just logged about its rows with estimates for all candidates."""

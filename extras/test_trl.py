@@ -33,7 +33,7 @@ SEQUENCES, rng = [], random.Random(0)
 for i in range(N * G):
     prompt = rng.choices(range(2, 13), k=20 + 5 * (i // G))
     completion = rng.choices(range(2, 13), k=1 + i % 7)
-    SEQUENCES.append(dppo.Sequence(prompt, completion, torch.zeros(1 + i % 7)))
+    SEQUENCES.append(dppo.Sequence(prompt, completion, torch.full((1 + i % 7,), -0.1 - i % 5)))
 
 
 def trl_settings(folder, prompts=N, loss_type="grpo", scores=SCORED, has_tools=False, **arguments):
@@ -45,7 +45,7 @@ def trl_settings(folder, prompts=N, loss_type="grpo", scores=SCORED, has_tools=F
         result = {
             "prompt_ids": [SEQUENCES[i][0] for i in indices],
             "completion_ids": [SEQUENCES[i][1] for i in indices],
-            "logprobs": None,
+            "logprobs": [SEQUENCES[i].logprobs.tolist() for i in indices],
             "score": scores.flatten()[indices].tolist(),
         }
         if has_tools:
@@ -237,6 +237,16 @@ def test_a_missing_reward_teaches_a_trl_run_nothing(tmp_path):
     log = trainer._metrics["train"]
     assert log["reward"] == pytest.approx([scores.nanmean().item()])
     assert log["frac_reward_zero_std"] == pytest.approx([1 / 3])  # of three groups with rewards
+
+
+def test_a_rule_sees_the_log_probabilities_that_trl_has(tmp_path):
+    trainer = dppo_trl.DPPOTrainer(**trl_settings(tmp_path, has_tools=True))
+    trainer.sampler.rule.remember = mock.Mock()
+    gradient_of(trainer, next_batch(trainer))
+    [rollout] = trainer.sampler.rule.remember.call_args.args
+    for n, sequence in enumerate(rollout.sequences):
+        expected = SEQUENCES[G * rollout.prompts[n // G] + n % G].logprobs[::2]  # not of tools
+        assert sequence.logprobs.allclose(expected)
 
 
 def test_a_trl_run_that_is_resumed_looks_at_prompts_in_an_order_of_its_own(tmp_path):
