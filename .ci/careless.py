@@ -39,6 +39,9 @@ CHANGES = r"""
 - return (advantages != 0) | (beta > 0)
 # completions with A = 0 pruned in spite of KL
 + return advantages != 0
+- partial(group_advantages, scale_by_std=False)
+# dr_grpo scaled by std
++ group_advantages
 - "dapo": Objective(group_advantages, 0.2, 0.28, fixed_Z=True)
 # dapo has the clip of grpo
 + "dapo": Objective(group_advantages, 0.2, 0.2, fixed_Z=True)
@@ -108,6 +111,9 @@ CHANGES = r"""
 # a rule that works in place changes the advantages
 + rule.prune_completions(rollout, generator)
 ## sampling_ignores, sampled_log, check_sampling, follows, kl_term, moves_nothing, updates_below
+- positions = (mask.cumsum(dim=1) - 1)
+# padding counted in positions
++ positions = (torch.ones_like(mask).cumsum(dim=1) - 1)
 - log_p.exp().multinomial(1)
 # only the 50 likeliest tokens sampled, as is the default elsewhere
 + log_p.where(log_p >= log_p.topk(min(50, len(log_p[0])))[0][:, -1:], -99).exp().multinomial(1)
@@ -198,6 +204,8 @@ CHANGES = r"""
 - task = replace(task, reward=find("reward", config.eval_reward, REWARDS | {"": task.reward}))
 # evaluated by the reward of training
 + task = replace(task)
+# trained by the reward of evaluations, after the first
++ task.reward = find("reward", config.eval_reward, REWARDS | {"": task.reward})
 ## a_number, compare_what, left_out, parquet, loaded, texts_or
 - (?:(?<!\w)[-−–])?\\?[$€£]?
 # -$5 is 5

@@ -219,6 +219,8 @@ def test_the_trl_log_estimates_the_rewards_of_all_candidates(tmp_path):
         trainer.sampler.rule.memory["score"] = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
         prompts = next_batch(trainer, order=(3, 0, 1, 2))
         kept.add(tuple(trainer.sampler.queue[0][1].sort().values.tolist()))
+        assert len(trainer.sampler.order) == 0  # all four were candidates
+        trainer.sampler.queue.append(None)  # the next batch, which is fetched ahead
         gradient_of(trainer, prompts)
         assert_same_log(trainer, reference)
     assert kept == {(0, 1, 3), (1, 2, 3)}

@@ -1,6 +1,6 @@
 """The measures that PLAN.md defines, and the tables of RESULTS.md.
 
-    python extras/experiments/analysis.py    # runs.json -> the tables in RESULTS.md
+    python extras/experiments/analysis.py    # runs.json, noise.json -> the tables in RESULTS.md
 
 In RESULTS.md, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
@@ -8,6 +8,7 @@ A run is what run.py saves. An arm is {seed: run}. It is compared with the runs 
 grpo-skip, with the same seeds. A comparison is an Estimate, with the bounds of its 95% t-interval.
 """
 
+import json
 import re
 import sys
 from collections import namedtuple
@@ -19,6 +20,7 @@ import numpy as np
 from scipy import optimize, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from extras.experiments import noise
 from extras.experiments.run import load
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -165,7 +167,26 @@ def guesses_table(name, arms):
     return rows
 
 
-TABLES = {"guess or pass": ("guess or pass", guesses_table)}
+def noise_table(name, results):
+    """The noise that pruning adds with each score: of draws in order, and in a random order."""
+    head = ["task", "the paper's rule", "random, as many"]
+    columns = [("A", 0.5), ("A times surprise", 0.5), ("gradient", 0.5)]
+    columns += [("A", 0.3), ("A times surprise", 0.3), ("gradient", 0.3)]
+    symbols = {"A": "\\|A\\|", "A times surprise": "\\|A\\| × surprise", "gradient": "true \\|g\\|"}
+    rows = [head + [f"{symbols[score]}, {share}" for score, share in columns]]
+    for task, moments in results.items():
+        for moment, batches in moments.items():
+            values = [[b["paper's rule"] for b in batches]]
+            values += [[b["random, paper's share"] for b in batches]]
+            values += [[b[score][str(share)] for b in batches] for score, share in columns]
+            cells = ["{:.2f} ({:.2f})".format(*np.mean(value, axis=0)) for value in values]
+            share = np.mean([b["paper's share"] for b in batches])
+            cells[0] = f"{share:.2f} kept: {cells[0]}"
+            rows.append([f"{task}, {moment}", *cells])
+    return rows
+
+
+TABLES = {"noise": ("noise", noise_table), "guess or pass": ("guess or pass", guesses_table)}
 for name in LEVELS:
     TABLES[f"{name}, times"] = (name, times_table)
     TABLES[f"{name}, ends"] = (name, ends_table)
@@ -184,5 +205,10 @@ def with_tables(text, saved):
     return re.sub(r"<!-- table: (.*?) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
 
 
+def everything():
+    """All that is saved, by the name of its experiment."""
+    return load() | {"noise": json.loads(noise.SAVED.read_text())}
+
+
 if __name__ == "__main__":
-    RESULTS.write_text(with_tables(RESULTS.read_text(), load()))
+    RESULTS.write_text(with_tables(RESULTS.read_text(), everything()))

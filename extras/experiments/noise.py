@@ -9,7 +9,7 @@ alone, and w_i its weight. A rule adds the noise
 
     E|sum of (w_i - 1) g_i|^2 / sum of |g_i|^2
 
-to that of the batch, where E is over the draws, for which 4,000 of them stand. If the gradients are
+to that of the batch, where E is over the draws; 2,000 of them stand for it. If the gradients are
 orthogonal, this is the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
 
 Each score keeps the same number of completions. Draws are made in two ways: in the order of dppo.py
@@ -33,8 +33,8 @@ SHARES = (0.5, 0.3, 0.2)  # of the completions with a gradient
 # manieth layer, so that they fit into memory, or of all parameters (0).
 Setup = namedtuple("Setup", "batches steps prompts layers")
 SETUPS = {
-    "sums": Setup(batches=4, steps=240, prompts=32, layers=0),
-    "digits": Setup(batches=4, steps=240, prompts=64, layers=0),
+    "sums": Setup(batches=16, steps=240, prompts=32, layers=0),
+    "digits": Setup(batches=16, steps=240, prompts=64, layers=0),
     "SmolLM2": Setup(batches=3, steps=24, prompts=8, layers=3),
     "long text": Setup(batches=3, steps=0, prompts=8, layers=3),
 }
@@ -63,7 +63,7 @@ def products(rows_of_g):
     return gram
 
 
-def added_noise(pi, gram, is_shuffled=False, number=4000):
+def added_noise(pi, gram, is_shuffled=False, number=2000):
     """(n,) pi, (n, n) g_i . g_j -> the noise that pruning adds, over that of the batch."""
     generator = torch.Generator().manual_seed(0)
     order = torch.arange(len(pi))

@@ -1,10 +1,11 @@
-"""The pictures of README and RESULTS.md, from runs.json.
+"""The pictures of README and RESULTS.md, from runs.json and noise.json.
 
     python extras/experiments/picture.py
 
 README's has a step of DPPO at the top and, below it, the time that methods take to reach an
-accuracy, relative to the control's. That of RESULTS.md has accuracy against seconds. Each is drawn
-twice, for light and for dark pages, and is legible if it is shown 500 pixels wide.
+accuracy, relative to the control's. RESULTS.md has two: accuracy against seconds, and the noise
+that pruning completions adds. Each is drawn twice, for light and for dark pages, and is legible if
+it is shown 500 pixels wide.
 """
 
 import math
@@ -17,8 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
 from extras import plots
-from extras.experiments.analysis import MOST_SHORT, curve_of, interval, time_ratio
-from extras.experiments.run import load
+from extras.experiments import noise
+from extras.experiments.analysis import MOST_SHORT, curve_of, everything, interval, time_ratio
 from extras.notebook_tools import graded
 
 HERE = Path(__file__).parent
@@ -89,6 +90,28 @@ def draw_curves(fig, arms, colours):
     ax.set(xlabel="CPU seconds", ylabel="accuracy, held-out prompts", ylim=(0.45, 0.92))
 
 
+def draw_noise(fig, results, colours):
+    """The noise that pruning adds before training, by the share that is kept; the mean of a task's
+    batches."""
+    lines = {
+        "random": colours["grpo"],
+        "A": colours["dppo"],
+        "A times surprise": colours["our rule"],
+    }
+    lines["gradient"] = colours["grpo-skip"]
+    names = {"A": "|A|", "A times surprise": "|A| × surprise", "gradient": "true |g|"}
+    shares = noise.SHARES
+    for ax, (task, moments) in zip(fig.subplots(1, len(results), sharey=True), results.items()):
+        for score, colour in lines.items():
+            batches = [[b[score][str(x)][0] for x in shares] for b in moments["after 0 steps"]]
+            label = names.get(score, score)
+            ax.plot(shares, np.mean(batches, axis=0), "o-", color=colour, linewidth=3, label=label)
+        ax.set_title(task)
+        ax.set(xlabel="share kept", xticks=shares, yscale="log", ylim=(0.008, 5))
+    fig.axes[0].set(ylabel="added noise")
+    fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
 def page(back, text, size, path, *parts):
     """Draws parts one above another, on a page of a given colour."""
     rc = {"text.color": text, "axes.edgecolor": text, "axes.labelcolor": text}
@@ -106,12 +129,14 @@ def page(back, text, size, path, *parts):
 
 
 def draw_all(folder=HERE.parent):
-    arms = load()["digits"]
+    arms = everything()["digits"]
     for name, (back, text) in PAGES.items():
         colours = plots.COLOURS | {"grpo-skip": text}
         ratios, curves = (draw_ratios, arms, colours), (draw_curves, arms, colours)
         page(back, text, (9.6, 10), folder / f"pruning{name}.png", (draw_one_step,), ratios)
         page(back, text, (9.6, 6), folder / f"accuracy{name}.png", curves)
+        noises = (draw_noise, everything()["noise"], colours)
+        page(back, text, (11, 5), folder / f"noise{name}.png", noises)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def gather():
     paths = {name: FOLDER / f"noise, {name}.json" for name in noise.SETUPS}
     if all(path.exists() for path in paths.values()):
         results = {name: json.loads(path.read_text()) for name, path in paths.items()}
-        noise.SAVED.write_text(json.dumps(results, indent=1) + "\n")
+        noise.SAVED.write_text(json.dumps(results) + "\n")
 
 
 def save(runs):

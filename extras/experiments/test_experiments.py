@@ -76,7 +76,7 @@ def test_gaps_count_until_the_shorter_run_ends():
 
 def test_tables_are_those_of_the_saved_runs():
     text = analysis.RESULTS.read_text()
-    assert analysis.with_tables(text, run.load()) == text
+    assert analysis.with_tables(text, analysis.everything()) == text
 
 
 def test_a_run_is_made_once_saved_and_compared(tmp_path, monkeypatch, capsys):
