@@ -115,13 +115,13 @@ def graded(prompts, rewards, w_q=None):
 def draw_one_step(step, pi, unseen):
     """The first step of a run: (all prompts,) pi; (all prompts, G) rewards, for the prompts that
     the step did not roll out."""
-    window = dppo.next_prompts(0, len(pi), 0, step.rollout.N)
-    states = 1.0 * (dppo.group_advantages(unseen[window]) != 0).T  # (G, N), nothing is kept
-    kept = torch.isin(window, step.rollout.prompts)
+    candidates = dppo.next_prompts(0, len(pi), 0, step.rollout.N)
+    states = 1.0 * (dppo.group_advantages(unseen[candidates]) != 0).T  # (G, N), nothing is kept
+    kept = torch.isin(candidates, step.rollout.prompts)
     for q, A, w in zip(step.rollout.prompts, step.rollout.A, step.weights[0]):
-        states[:, (window == q).nonzero()[0]] = ((A != 0) * (1.0 + (w > 0)))[:, None]
+        states[:, (candidates == q).nonzero()[0]] = ((A != 0) * (1.0 + (w > 0)))[:, None]
     fig = plots.plt.figure(figsize=(8.4, 4.8))
-    plots.draw_step(fig, pi[window], states, kept)
+    plots.draw_step(fig, pi[candidates], states, kept)
     taught = int((states[:, ~kept] > 0).any(dim=0).sum())
     told = f"{taught} of {int((~kept).sum())} pruned groups would teach"
     fig.axes[1].set_title(f"{fig.axes[1].get_title('left')}; {told}", fontsize="medium")
@@ -129,7 +129,7 @@ def draw_one_step(step, pi, unseen):
 
 def draw_weights(kind, past, rewards, number=1000):
     """(number, n G) weights of the completions of n prompts, drawn by a rule that remembers one
-    visit, with the rewards `past`. The window has all n prompts."""
+    visit, with the rewards `past`. All n prompts are candidates."""
     config = dppo.configure(prompts_per_step=10_000)
     rule = kind(config, examples=rewards)  # only their number matters
     rule.remember(graded(torch.arange(len(past)), past))

@@ -163,8 +163,9 @@ def test_answers_in_latex_are_compared_by_what_they_mean():
 
 
 # ==== Our rule: it is unbiased, too, and a step has the noise that is asked for ====
-def test_the_mean_gradient_of_our_rule_is_the_full_gradient():
+def test_the_mean_gradients_of_our_rule_and_of_uniform_are_the_full_gradient():
     assert_unbiased(OURS, "grpo", 0.1, 3, [0, 1, 2, 3, 4, 5], limit=3)
+    assert_unbiased("extras.rivals:Uniform", "dapo", 0.0, 3, [0, 1, 2, 3, 4, 5], limit=3)
     assert_unbiased(OURS, "grpo", 0.0, 5, [0, 5, 1, 2, 3, 4], limit=4)
     assert_most_candidates(OURS, 0.95)
 
@@ -322,7 +323,7 @@ def test_bins_of_equal_success_rates_learn_what_prompts_teach_next(objective, sc
     assert pi[:5].allclose(1 - 0.5 * (1 - (expected[:5] / expected[:5].max()).sqrt()))
     assert pi[5:].eq(1).all()
 
-    # Prompt 0 comes twice in a window. Prompt 1 shares its bin with prompt 2.
+    # Prompt 0 comes twice among the candidates. Prompt 1 shares its bin with prompt 2.
     of_15, of_8, _ = visit(rule, [0, 1, 0], [ONE, HALF, ONE], scale)
     left = 4 * rule.forget**2  # of the four visits that the guess counts for
     expected = rule.expected_squares()
