@@ -116,6 +116,7 @@ def measure(name, task, config):
             torch.manual_seed(batch)
             prompts = torch.randperm(len(task.train))[: setup.prompts]
             result = measured(task, prompts, setup.layers, config)
-            results[f"after {steps} steps"].append(result)
+            if result["n"] > 0:  # else, no completion has a gradient
+                results[f"after {steps} steps"].append(result)
             print(f"{name}, after {steps} steps, batch {batch}: {json.dumps(result)}", flush=True)
     return results
