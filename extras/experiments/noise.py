@@ -7,9 +7,9 @@
 A batch is rolled out, and no prompt is pruned. Let g_i be the gradient of the loss of completion i
 alone, and w_i its weight. A rule adds the noise
 
-    E|sum of (w_i - 1) g_i|^2 / sum of |g_i|^2
+    E|sum of (w_i - 1) g_i|^2 / sum of |g_i|^2,
 
-to that of the batch, where E is over the draws; 2,000 of them stand for it. If the gradients are
+where E is over the draws; 2,000 of them stand for it. If the gradients are
 orthogonal, this is the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
 
 Each score keeps the same number of completions. Draws are made in two ways: in the order of dppo.py
