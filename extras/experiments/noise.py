@@ -9,8 +9,8 @@ alone, and w_i its weight. A rule adds the noise
 
     E|sum of (w_i - 1) g_i|^2 / sum of |g_i|^2,
 
-where E is over the draws; 2,000 of them stand for it. If the gradients are
-orthogonal, this is the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
+where E is over the draws; 2,000 of them stand for it. If the gradients are orthogonal, this is
+the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
 
 Each score keeps the same number of completions. Draws are made in two ways: in the order of dppo.py
 (group by group, and by A within a group), and in a random one.
