@@ -107,18 +107,13 @@ class CPPO(Rule):
 
 
 def joined(rollouts):
-    """One Rollout of several."""
-    parts = Rollout(*zip(*rollouts))  # of each field, a tuple
-    return Rollout(
-        N=sum(parts.N),
-        prompts=torch.cat(parts.prompts),
-        w_q=torch.cat(parts.w_q),
-        sequences=sum(parts.sequences, []),
-        rewards=torch.cat(parts.rewards),
-        lengths=torch.cat(parts.lengths),
-        A=torch.cat(parts.A),
-        seconds=sum(parts.seconds),
-    )
+    """One Rollout of several: tensors and sequences end to end, and the sums of numbers."""
+
+    def join(values):
+        first, *others = values
+        return torch.cat(values) if torch.is_tensor(first) else sum(others, first)
+
+    return Rollout(*map(join, zip(*rollouts)))
 
 
 class GRESO(Rule):

@@ -170,10 +170,10 @@ def guesses_table(name, arms):
 def noise_table(name, results):
     """The noise that pruning adds with each score: of draws in order, and in a random order."""
     head = ["task", "the paper's rule", "random, as many"]
-    columns = [("A", 0.5), ("A times surprise", 0.5), ("gradient", 0.5)]
-    columns += [("A", 0.3), ("A times surprise", 0.3), ("gradient", 0.3)]
-    symbols = {"A": "\\|A\\|", "A times surprise": "\\|A\\| × surprise", "gradient": "true \\|g\\|"}
-    rows = [head + [f"{symbols[score]}, {share}" for score, share in columns]]
+    _, *scores = noise.SCORES  # without random
+    columns = [(score, share) for share in (0.5, 0.3) for score in scores]
+    labels = {score: label.replace("|", "\\|") for score, label in noise.SCORES.items()}
+    rows = [head + [f"{labels[score]}, {share}" for score, share in columns]]
     for task, moments in results.items():
         for moment, batches in moments.items():
             values = [[b["paper's rule"] for b in batches]]

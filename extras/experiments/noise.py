@@ -27,6 +27,9 @@ from extras.proportional import share_probabilities, surprise
 
 SAVED = Path(__file__).with_name("noise.json")
 SHARES = (0.5, 0.3, 0.2)  # of the completions with a gradient
+# The scores, with their labels in table and picture.
+SCORES = {"random": "random", "A": "|A|", "A times surprise": "|A| × surprise"}
+SCORES |= {"gradient": "true |g|"}
 
 # How many batches are measured before training and, if `steps` is not 0, after so many steps of
 # grpo-skip; the number of prompts in a batch; and which gradients: of the parameters of every so
@@ -80,14 +83,13 @@ def measured(task, prompts, layers, config):
     the paper's rule and its share, and {name: {share: [in order, shuffled]}}."""
     w_q = torch.ones(len(prompts), dtype=torch.float64)
     rollout = dppo.roll_out(task, len(prompts), prompts, w_q, config)
-    order = rollout.A.argsort(dim=1, stable=True)
-    order = (order + len(order[0]) * torch.arange(len(order))[:, None]).flatten()
-    rows = order[rollout.A.flatten()[order] != 0]
+    rows = torch.arange(rollout.A.numel()).view_as(rollout.A)
+    rows = rows.gather(1, rollout.A.argsort(dim=1, stable=True)).flatten()
+    rows = rows[rollout.A.flatten()[rows] != 0]
     gram = products(gradients(task, rollout, rows.tolist(), layers, config))
     A = rollout.A.flatten()[rows].abs()
     factor = (surprise(rollout) / rollout.lengths).flatten()[rows]
-    scores = {"random": torch.ones_like(A), "A": A, "A times surprise": A * factor}
-    scores["gradient"] = gram.diagonal().sqrt()
+    scores = (torch.ones_like(A), A, A * factor, gram.diagonal().sqrt())
 
     def both(pi):
         return [round(added_noise(pi, gram, is_shuffled), 4) for is_shuffled in (False, True)]
@@ -96,7 +98,7 @@ def measured(task, prompts, layers, config):
     share = pi.mean().item()
     result = {"n": len(rows), "paper's share": round(share, 3), "paper's rule": both(pi)}
     result["random, paper's share"] = both(torch.full_like(pi, share))
-    for name, score in scores.items():
+    for name, score in zip(SCORES, scores, strict=True):
         result[name] = {str(x): both(share_probabilities(score, x)) for x in SHARES}
     return result
 

@@ -93,18 +93,11 @@ def draw_curves(fig, arms, colours):
 def draw_noise(fig, results, colours):
     """The noise that pruning adds before training, by the share that is kept; the mean of a task's
     batches."""
-    lines = {
-        "random": colours["grpo"],
-        "A": colours["dppo"],
-        "A times surprise": colours["our rule"],
-    }
-    lines["gradient"] = colours["grpo-skip"]
-    names = {"A": "|A|", "A times surprise": "|A| × surprise", "gradient": "true |g|"}
     shares = noise.SHARES
+    lines = [colours[name] for name in ("grpo", "dppo", "our rule", "grpo-skip")]
     for ax, (task, moments) in zip(fig.subplots(1, len(results), sharey=True), results.items()):
-        for score, colour in lines.items():
+        for (score, label), colour in zip(noise.SCORES.items(), lines):
             batches = [[b[score][str(x)][0] for x in shares] for b in moments["after 0 steps"]]
-            label = names.get(score, score)
             ax.plot(shares, np.mean(batches, axis=0), "o-", color=colour, linewidth=3, label=label)
         ax.set_title(task)
         ax.set(xlabel="share kept", xticks=shares, yscale="log", ylim=(0.008, 5))
@@ -129,13 +122,13 @@ def page(back, text, size, path, *parts):
 
 
 def draw_all(folder=HERE.parent):
-    arms = everything()["digits"]
+    saved = everything()
     for name, (back, text) in PAGES.items():
         colours = plots.COLOURS | {"grpo-skip": text}
-        ratios, curves = (draw_ratios, arms, colours), (draw_curves, arms, colours)
+        ratios, curves = [(draw, saved["digits"], colours) for draw in (draw_ratios, draw_curves)]
         page(back, text, (9.6, 10), folder / f"pruning{name}.png", (draw_one_step,), ratios)
         page(back, text, (9.6, 6), folder / f"accuracy{name}.png", curves)
-        noises = (draw_noise, everything()["noise"], colours)
+        noises = (draw_noise, saved["noise"], colours)
         page(back, text, (11, 5), folder / f"noise{name}.png", noises)
 
 

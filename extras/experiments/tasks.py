@@ -209,11 +209,7 @@ def load_smollm2(config):
 # ==== Long text ====
 def coin_reward(prompts, completions, **columns):
     """1 or 0 by chance; 1 with a probability that is drawn once for each prompt."""
-    rewards = []
-    for prompt in prompts:
-        p = random.Random(str(prompt)).random()
-        rewards.append(float(torch.rand(()) < p))
-    return rewards
+    return [float(torch.rand(()) < random.Random(str(prompt)).random()) for prompt in prompts]
 
 
 def load_long_text(config):
