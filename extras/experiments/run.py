@@ -1,8 +1,10 @@
 """Makes the runs that RESULTS.md reports, as planned in PLAN.md.
 
-    python extras/experiments/run.py digits 16 grpo-skip    # one run: experiment, seed, arm
+    python extras/experiments/run.py digits 40 grpo-skip    # one run: experiment, seed, arm
     python extras/experiments/run.py digits                 # all of them, two at a time
+    python extras/experiments/run.py digits pilot           # the pilot that chose learning rates
     python extras/experiments/run.py gather                 # runs/experiments -> runs.json
+    python extras/experiments/run.py check                  # made with the code that is here?
     python extras/experiments/run.py noise                  # see noise.py
 
 A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
@@ -10,135 +12,173 @@ in runs.json, its numbers are printed beside the saved ones. Seconds differ betw
 may all other numbers, since rounding errors change the starting model.
 """
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
 import time
+import zlib
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
-from extras.experiments import noise
-from extras.experiments.tasks import TASKS
+from extras import proportional, rivals
+from extras.experiments import noise, tasks
 
 SAVED = Path(__file__).with_name("runs.json")
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "experiments"
 
 
-# ==== Arms: a method, with its settings ====
-def pruning(method, prompts, completions, **settings):
+# ==== Methods ====
+def pruning(method, prompts, completions):
     """Settings of a method with these two prune rates."""
     rates = {"prompt_prune_rate": prompts, "completion_prune_rate": completions}
-    return {"method": method} | rates | settings
+    return {"method": method} | rates
 
 
 OURS = "extras.proportional:Proportional"
 RIVALS = "extras.rivals:"
-ARMS = {
+METHODS = {
     "grpo": {"method": "grpo"},
     "grpo-skip": {"method": "grpo-skip"},
-    "dppo (0.7, 0.7)": pruning("dppo", 0.7, 0.7),
-    "dppo (0.7, 0)": pruning("dppo", 0.7, 0.0),
+    "random (0, 0.7)": pruning(RIVALS + "Uniform", 0.0, 0.7),
     "dppo (0, 0.7)": pruning("dppo", 0.0, 0.7),
     "dppo (0, 0.9)": pruning("dppo", 0.0, 0.9),
+    "dppo (0.7, 0.7)": pruning("dppo", 0.7, 0.7),
+    "our rule (0, 0.7)": pruning(OURS, 0.0, 0.7),
+    "our rule (0, 0.85)": pruning(OURS, 0.0, 0.85),
     "our rule (0.7, 0.7)": pruning(OURS, 0.7, 0.7),
-    "our rule (0.9, 0)": pruning(OURS, 0.9, 0.0),
-    "our rule (0.95, 0), 20 prompts": pruning(OURS, 0.95, 0.0, prompts_per_step=20),
+    "our rule (0.9, 0.7)": pruning(OURS, 0.9, 0.7),
     "all weights 1": pruning(RIVALS + "WeightOne", 0.7, 0.7),
     "unweighted": pruning(RIVALS + "Unweighted", 0.7, 0.7),
     "Literal (0.7, 0.7)": pruning(RIVALS + "Literal", 0.7, 0.7),
-    "CPPO, 32 prompts": pruning(RIVALS + "CPPO", 0.0, 0.7),
-    "CPPO, 128 prompts": pruning(RIVALS + "CPPO", 0.0, 0.7, prompts_per_step=128),
-    "GRESO": {"method": RIVALS + "GRESO"},
+    "CPPO": pruning(RIVALS + "CPPO", 0.0, 0.7),
+    "GRESO": {"method": RIVALS + "GRESO", "steps": 48, "eval_every": 3},  # its steps are long
 }
 
 # ==== Experiments ====
-# Runs are evaluated before they start, after each epoch or every `eval_every` steps, and at the
-# end. The arm grpo-skip is the control.
-Experiment = namedtuple("Experiment", "task settings seeds arms")
+# Runs are evaluated before they start, and every `eval_every` steps. Each arm has a learning rate,
+# which a pilot chose, and a number of seeds, of which `seed` is the first. The arm grpo-skip is the
+# control.
+Experiment = namedtuple("Experiment", "task settings seed arms")
 
-EPOCHS = {"epochs": 15.0, "eval_every": 0}
-DIGITS = ["grpo", "grpo-skip", "dppo (0.7, 0.7)", "dppo (0, 0.7)", "all weights 1"]
-DIGITS += ["our rule (0.9, 0)", "our rule (0.95, 0), 20 prompts"]
-OTHERS = ["grpo", "grpo-skip", "dppo (0.7, 0.7)", "dppo (0.7, 0)", "our rule (0.9, 0)"]
-OTHERS += ["our rule (0.95, 0), 20 prompts", "Literal (0.7, 0.7)"]
-OTHERS += ["CPPO, 32 prompts", "CPPO, 128 prompts", "GRESO"]
-SUMS = ["grpo", "grpo-skip", "dppo (0.7, 0.7)", "dppo (0.7, 0)", "dppo (0, 0.7)", "dppo (0, 0.9)"]
-SUMS += ["our rule (0.95, 0), 20 prompts"]
-SMOLLM2 = ["grpo-skip", "dppo (0.7, 0.7)", "dppo (0, 0.7)", "our rule (0.9, 0)"]
-GUESSES = ["grpo", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted", "CPPO, 32 prompts"]
-
-OF_SUMS = EPOCHS | {"temperature": 0.7, "max_completion_tokens": 8}
-OF_SUMS |= {"learning_rate": 2e-4, "max_grad_norm": 10.0}
-OF_SMOLLM2 = {"steps": 60, "eval_every": 4, "prompts_per_step": 8, "max_completion_tokens": 8}
-OF_SMOLLM2 |= {"temperature": 1.0, "learning_rate": 5e-6, "max_grad_norm": 10.0}
+OF_DIGITS = {"steps": 320, "eval_every": 16}
+OF_SUMS = OF_DIGITS | {"temperature": 0.7, "max_completion_tokens": 8, "max_grad_norm": 10.0}
+OF_SMOLLM2 = {"steps": 40, "eval_every": 4, "prompts_per_step": 8, "max_completion_tokens": 8}
+OF_SMOLLM2 |= {"temperature": 1.0, "max_grad_norm": 10.0}
 OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2}
-OF_GUESSES = {"steps": 100, "eval_every": 10, "eval_samples": 8}
-OF_GUESSES |= {"objective": "dr_grpo", "learning_rate": 1e-4, "temperature": 1.0}
+OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
+OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
+OF_LONG_TEXT = {"max_completion_tokens": 96, "temperature": 1.0}  # for noise.py only
 
-# Only for noise.py:
-OF_LONG_TEXT = {"max_completion_tokens": 96, "temperature": 1.0}
-
-EXPERIMENTS = {
-    "digits": Experiment("digits", EPOCHS, range(16, 32), DIGITS),
-    "digits, other rules": Experiment("digits", EPOCHS, range(8, 16), OTHERS),
-    "sums": Experiment("sums", OF_SUMS, range(8), SUMS),
-    "SmolLM2": Experiment("SmolLM2", OF_SMOLLM2, range(4), SMOLLM2),
-    "guess or pass": Experiment("guess or pass", OF_GUESSES, range(8), GUESSES),
+DIGITS = {
+    "grpo": (5e-5, 4),
+    "grpo-skip": (5e-5, 8),
+    "random (0, 0.7)": (5e-5, 8),
+    "dppo (0, 0.7)": (5e-5, 8),
+    "dppo (0.7, 0.7)": (5e-5, 8),
+    "our rule (0, 0.7)": (5e-5, 8),
+    "our rule (0.9, 0.7)": (5e-5, 8),
+    "all weights 1": (5e-5, 6),
+    "Literal (0.7, 0.7)": (5e-5, 6),
+    "CPPO": (5e-5, 6),
+    "GRESO": (5e-5, 6),
 }
+SUMS = {
+    "grpo": (2e-4, 4),
+    "grpo-skip": (2e-4, 8),
+    "random (0, 0.7)": (2e-4, 8),
+    "dppo (0, 0.7)": (2e-4, 8),
+    "dppo (0, 0.9)": (2e-4, 8),
+    "dppo (0.7, 0.7)": (2e-4, 8),
+    "our rule (0, 0.7)": (2e-4, 8),
+    "our rule (0.9, 0.7)": (2e-4, 8),
+}
+SMOLLM2 = {
+    "grpo-skip": (5e-6, 6),
+    "random (0, 0.7)": (5e-6, 6),
+    "dppo (0, 0.7)": (5e-6, 6),
+    "our rule (0, 0.7)": (5e-6, 6),
+    "our rule (0, 0.85)": (5e-6, 6),
+}
+GUESSES = dict.fromkeys(
+    ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted", "CPPO"], (1e-4, 6)
+)
+EXPERIMENTS = {
+    "digits": Experiment("digits", OF_DIGITS, 40, DIGITS),
+    "sums": Experiment("sums", OF_SUMS, 40, SUMS),
+    "SmolLM2": Experiment("SmolLM2", OF_SMOLLM2, 40, SMOLLM2),
+    "guess or pass": Experiment("guess or pass", OF_GUESSES, 40, GUESSES),
+}
+# A pilot takes the first 0.4 of the steps, with two other seeds and with these learning rates.
+PILOTS = {
+    "digits": (2.5e-5, 5e-5, 1e-4),
+    "sums": (1e-4, 2e-4, 4e-4),
+    "SmolLM2": (2.5e-6, 5e-6, 1e-5),
+}
+
+
+def runs_of(name):
+    """All (seed, arm) of an experiment. Seeds are the outer loop, so that all arms of a seed meet
+    the same conditions."""
+    _, _, first, arms = EXPERIMENTS[name]
+    most = max(seeds for _, seeds in arms.values())
+    return [(first + n, arm) for n in range(most) for arm in arms if n < arms[arm][1]]
+
+
+def pilot_of(name):
+    """All (seed, arm, learning rate) of an experiment's pilot. (The gradient of grpo is that of
+    grpo-skip.)"""
+    arms = [arm for arm in EXPERIMENTS[name].arms if arm != "grpo"]
+    return [(seed, arm, rate) for seed in (300, 301) for arm in arms for rate in PILOTS[name]]
+
+
+def settings_of(name, seed, arm, rate=None):
+    """The settings of a run or, with a learning rate, of a pilot's."""
+    experiment = EXPERIMENTS[name]
+    settings = experiment.settings | METHODS[arm]
+    if rate:
+        settings["steps"] = settings["steps"] * 2 // 5
+    return settings | {"seed": seed, "learning_rate": rate or experiment.arms[arm][0]}
 
 
 # ==== A run ====
 def trained(task, rule):
-    """Trains -> what is saved: {"curve": [[step, CPU seconds, completions, and an accuracy
-    for each evaluation set]], and totals by name}. Seconds are those of steps, not of
-    evaluations."""
+    """Trains -> what is saved: {"curve": [[step, CPU seconds, candidates, and an accuracy for each
+    evaluation set]], and totals by name}. Seconds are those of steps, not of evaluations."""
     config = rule.config
     optimizer = dppo.MasterAdam(task.model, config.learning_rate)
-    graded_at = []  # when rewards were asked for, which is the end of a rollout
-    reward = task.reward
-
-    def noting(**columns):
-        graded_at.append(time.process_time())
-        return reward(**columns)
-
-    task.reward = noting
-    record = {"step": 0, "epoch": 0.0, "candidates_so_far": 0}
-    steps, curve, seconds, rollout_seconds, completions = [], [], 0.0, 0.0, 0
-    evaluations = 0
+    records = [{"step": 0, "candidates_so_far": 0}]
+    curve, seconds = [], 0.0
     while True:
-        done = record["step"] / config.eval_every if config.eval_every else record["epoch"]
-        if done >= evaluations:
+        step, candidates = records[-1]["step"], records[-1]["candidates_so_far"]
+        if step % config.eval_every == 0:
             metrics, _ = dppo.evaluate(task, config)
             accuracies = [metrics[f"accuracy of {name}"] for name in task.evals]
-            curve.append([record["step"], seconds, completions, *accuracies])
-            evaluations = int(done) + 1
-        if done >= (config.epochs or config.steps / config.eval_every):
+            point = [step, seconds, candidates, *accuracies]
+            curve.append([rounded(value) for value in point])
+        if step == config.steps:
             break
         started_at = time.process_time()
-        record = dppo.make_step(task, rule, optimizer, record)
+        records.append(dppo.make_step(task, rule, optimizer, records[-1]))
         seconds += time.process_time() - started_at
-        rollout_seconds += graded_at[-1] - started_at
-        completions += record["completions"]
-        steps.append(record)
-    task.reward = reward
-    return {
-        "curve": [[rounded(value) for value in point] for point in curve],
-        "prompts": sum(step["candidates"] for step in steps),
-        "trained": round(sum(step["completions_trained"] for step in steps)),
-        "rollout_seconds": rounded(rollout_seconds),
-        "clipped": sum(step["grad_norm"] > config.max_grad_norm for step in steps),
-        "equal": rounded(mean_of(steps[:32], "zero_variance_fraction")),
+
+    def total(name):
+        return sum(record[name] for record in records[1:])
+
+    shares = {
+        "rollout": total("rollout_seconds") / total("seconds"),
+        "trained": total("completions_trained") / total("completions"),
+        "clipped": sum(x["grad_norm"] > config.max_grad_norm for x in records[1:]) / config.steps,
+        "equal": sum(x["zero_variance_fraction"] for x in records[1:33]) / len(records[1:33]),
     }
-
-
-def mean_of(steps, name):
-    return sum(step[name] for step in steps) / len(steps)
+    totals = {"completions": total("completions")}
+    return {"curve": curve} | totals | {name: rounded(x, 3) for name, x in shares.items()}
 
 
 def rounded(value, digits=4):
@@ -146,67 +186,99 @@ def rounded(value, digits=4):
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def path_of(name, seed, arm):
-    return FOLDER / name / f"{arm}, seed {seed}.json"
+def checksum(name, *run):
+    """Of what a run is made with: its settings but for the seed, and all definitions that
+    `trained`, its rule and its task lead to. Comments and docstrings do not count."""
+    config = dppo.configure(**settings_of(name, *run))
+    nodes = {}
+    for module in (dppo, proportional, rivals, tasks, sys.modules[__name__]):
+        for node in ast.parse(inspect.getsource(module)).body:
+            names = [getattr(target, "id", "") for target in getattr(node, "targets", [])]
+            nodes |= dict.fromkeys(names or [getattr(node, "name", "")], node)
+    del nodes["Config"]  # its values count, and not the help on them
+    rule = dppo.find("method", config.method, dppo.RULES)
+    missing = ["trained", rule.__name__, tasks.TASKS[EXPERIMENTS[name].task].__name__]
+    texts = []
+    while missing:
+        node = nodes.pop(missing.pop(), ast.Pass())  # each only once
+        for part in ast.walk(node):
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(part):
+                part.body[0] = ast.Pass()
+            elif isinstance(part, ast.Name):
+                missing.append(part.id)
+            elif isinstance(part, ast.Attribute) and ast.unparse(part.value) == "dppo":
+                missing.append(part.attr)
+        texts.append(ast.unparse(node))
+    values = sorted((vars(config) | {"seed": 0}).items())
+    return zlib.crc32(f"{sorted({*texts})} {values}".encode())
 
 
-def make_run(name, seed, arm):
+def path_of(name, *run):
+    return FOLDER / name / f"{', '.join(map(str, run))}.json"
+
+
+def make_run(name, *run):
     """A run, which is made only once."""
-    path = path_of(name, seed, arm)
+    path = path_of(name, *run)
     if not path.exists():
-        experiment = EXPERIMENTS[name]
-        config = dppo.configure(**experiment.settings | ARMS[arm], seed=seed)
-        task = TASKS[experiment.task](config)
+        config = dppo.configure(**settings_of(name, *run))
+        task = tasks.TASKS[EXPERIMENTS[name].task](config)
         rule = dppo.find("method", config.method, dppo.RULES)(config, task.train)
-        run = trained(task, rule)
+        result = trained(task, rule) | {"made with": checksum(name, *run)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run))
+        path.write_text(json.dumps(result))
     return json.loads(path.read_text())
 
 
 # ==== All runs ====
-def make_all(name):
-    """Each run has a process of its own. Seeds are the outer loop, so that all arms of a seed meet
-    the same conditions."""
+def make_all(name, runs):
+    """Each run has a process of its own, and there are two at a time."""
 
     def make(run):
         command = [sys.executable, __file__, name, *map(str, run)]
         status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         print(f"{name}, {run}: exit status {status}", flush=True)
 
-    experiment = EXPERIMENTS[name]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(make, product(experiment.seeds, experiment.arms)))
+        list(pool.map(make, runs))
 
 
-def measure_noise(tasks):
+def measure_noise(names):
     """Measures the noise of scores on these tasks, or on all of them."""
-    for name in tasks or noise.SETUPS:
+    for name in names or noise.SETUPS:
         settings = EXPERIMENTS[name].settings if name in EXPERIMENTS else OF_LONG_TEXT
-        config = dppo.configure(**settings | ARMS["grpo-skip"])
-        results = noise.measure(name, TASKS[name](config), config)
-        path = FOLDER / f"noise, {name}.json"
+        rate = EXPERIMENTS[name].arms["grpo-skip"][0] if name in EXPERIMENTS else 0.0
+        config = dppo.configure(**settings | METHODS["grpo-skip"] | {"learning_rate": rate})
+        results = noise.measure(name, tasks.TASKS[name](config), config)
+        path = path_of("noise", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results))
 
 
 def load():
-    """{experiment: {arm: {seed: run}}}"""
+    """{experiment: {arm: {seed: run}}}, and "pilots": {experiment: {arm: {learning rate: [for each
+    seed, the mean accuracy after the start]}}}"""
     return json.loads(SAVED.read_text())
 
 
 def gather():
-    """Replaces each experiment in runs.json of which all runs have been made."""
+    """Replaces each experiment and each pilot in runs.json of which all runs have been made."""
     saved = load()
-    for name, experiment in EXPERIMENTS.items():
-        if all(path_of(name, *run).exists() for run in product(experiment.seeds, experiment.arms)):
+    for name in EXPERIMENTS:
+        if all(path_of(name, *run).exists() for run in runs_of(name)):
             saved[name] = {}
-            for arm in experiment.arms:
-                runs = {str(seed): make_run(name, seed, arm) for seed in experiment.seeds}
-                saved[name][arm] = runs
+            for seed, arm in runs_of(name):
+                saved[name].setdefault(arm, {})[str(seed)] = make_run(name, seed, arm)
             print(f"{name}: from {FOLDER}")
+        if name in PILOTS and all(path_of(name, *run).exists() for run in pilot_of(name)):
+            found = saved["pilots"][name] = {}
+            for seed, arm, rate in pilot_of(name):
+                accuracies = [point[3] for point in make_run(name, seed, arm, rate)["curve"][1:]]
+                mean = rounded(sum(accuracies) / len(accuracies))
+                found.setdefault(arm, {}).setdefault(f"{rate:g}", []).append(mean)
+            print(f"pilot of {name}: from {FOLDER}")
     save(saved)
-    paths = {name: FOLDER / f"noise, {name}.json" for name in noise.SETUPS}
+    paths = {name: path_of("noise", name) for name in noise.SETUPS}
     if all(path.exists() for path in paths.values()):
         results = {name: json.loads(path.read_text()) for name, path in paths.items()}
         noise.SAVED.write_text(json.dumps(results) + "\n")
@@ -218,22 +290,38 @@ def save(runs):
     SAVED.write_text(text.replace('{"curve"', '\n{"curve"') + "\n")
 
 
+def made_otherwise():
+    """The saved (experiment, arm, seed) that were made with other code or settings than those that
+    are here."""
+    found = []
+    for name, experiment in EXPERIMENTS.items():
+        for arm, runs in load().get(name, {}).items():
+            here = checksum(name, experiment.seed, arm)
+            found += [(name, arm, seed) for seed in runs if runs[seed]["made with"] != here]
+    return found
+
+
 def main():
     name, *run = sys.argv[1:] or ["?"]
     torch.set_num_threads(1)  # a process a core
     if name == "gather":
         gather()
+    elif name == "check":
+        sys.exit(f"made with other code: {made_otherwise()}" if made_otherwise() else None)
     elif name == "noise":
         measure_noise(run)
     elif name in EXPERIMENTS and not run:
-        make_all(name)
-    elif name in EXPERIMENTS and len(run) == 2 and run[1] in ARMS:
-        made = make_run(name, int(run[0]), run[1])
-        saved = load().get(name, {}).get(run[1], {}).get(run[0], {})
+        make_all(name, runs_of(name))
+    elif name in PILOTS and run == ["pilot"]:
+        make_all(name, pilot_of(name))
+    elif name in EXPERIMENTS and len(run) > 1 and run[1] in EXPERIMENTS[name].arms:
+        seed, arm, *rate = run
+        made = make_run(name, int(seed), arm, *map(float, rate))
+        saved = load().get(name, {}).get(arm, {}).get(seed, {})
         for key, value in made.items():
             print(f"{key}: {value}\n  saved: {saved.get(key)}")
     else:
-        sys.exit(f"{__doc__}\nExperiments: {'; '.join(EXPERIMENTS)}.\nArms: {'; '.join(ARMS)}.")
+        sys.exit(f"{__doc__}\nExperiments: {'; '.join(EXPERIMENTS)}.\nArms: {'; '.join(METHODS)}.")
 
 
 if __name__ == "__main__":
