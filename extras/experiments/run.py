@@ -21,6 +21,7 @@ import time
 import zlib
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -195,22 +196,25 @@ def checksum(name, *run):
         for node in ast.parse(inspect.getsource(module)).body:
             names = [getattr(target, "id", "") for target in getattr(node, "targets", [])]
             nodes |= dict.fromkeys(names or [getattr(node, "name", "")], node)
-    del nodes["Config"]  # its values count, and not the help on them
+    # Of Config, its values and the table of objectives count, and not the help on them.
+    nodes["Config"] = ast.parse("OBJECTIVES")
     rule = dppo.find("method", config.method, dppo.RULES)
-    missing = ["trained", rule.__name__, tasks.TASKS[EXPERIMENTS[name].task].__name__]
-    texts = []
+    missing = ["trained", "Config", rule.__name__, tasks.TASKS[EXPERIMENTS[name].task].__name__]
+    texts = set()
     while missing:
         node = nodes.pop(missing.pop(), ast.Pass())  # each only once
-        for part in ast.walk(node):
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(part):
-                part.body[0] = ast.Pass()
-            elif isinstance(part, ast.Name):
-                missing.append(part.id)
-            elif isinstance(part, ast.Attribute) and ast.unparse(part.value) == "dppo":
+        parts = [*ast.walk(node)]
+        names = [part for part in parts if isinstance(part, ast.Name)]
+        local = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        missing += {name.id for name in names} - local
+        for part in parts:
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "dppo":
                 missing.append(part.attr)
-        texts.append(ast.unparse(node))
-    values = sorted((vars(config) | {"seed": 0}).items())
-    return zlib.crc32(f"{sorted({*texts})} {values}".encode())
+            elif isinstance(part, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(part):
+                part.body[0] = ast.Pass()
+        texts.add(ast.unparse(node).replace('"', "'"))  # Python 3.12 chooses other quotes
+    values = sorted((asdict(config) | {"seed": 0}).items())
+    return zlib.crc32(f"{sorted(texts)} {values}".encode())
 
 
 def path_of(name, *run):
