@@ -1,11 +1,11 @@
-"""The measures that PLAN.md defines, and the tables of RESULTS.md.
+"""The measures that PLAN.md defines, and the tables of RESULTS.md and PLAN.md.
 
-    python extras/experiments/analysis.py    # runs.json, noise.json -> the tables in RESULTS.md
+    python extras/experiments/analysis.py    # runs.json, noise.json -> the tables in both
 
-In RESULTS.md, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+There, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
-A run is what run.py saves. An arm is {seed: run}. It is compared with the runs of the control,
-grpo-skip, with the same seeds. A comparison is an Estimate, with the bounds of its 95% t-interval.
+A run is what run.py saves. An arm is {seed: run}. A comparison is an Estimate, with the bounds of
+its 95% t-interval.
 """
 
 import json
@@ -21,14 +21,20 @@ from scipy import optimize, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from extras.experiments import noise
-from extras.experiments.run import load
+from extras.experiments.run import EXPERIMENTS, load
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
-CLOCKS = {"steps": 0, "seconds": 1, "completions": 2}  # columns of a curve
-LEVELS = {"digits": (0.80, 0.84), "digits, other rules": (0.80, 0.84), "sums": (0.70, 0.74)}
-LEVELS["SmolLM2"] = (0.60, 0.65)
+PAGES = [Path(__file__).with_name(name) for name in ("RESULTS.md", "PLAN.md")]
+CLOCKS = {"steps": 0, "seconds": 1}  # columns of a curve
+LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.60, 0.65)}
+EPOCHS = 10 * 1024  # candidates in ten epochs of digits
 
-# `short` is the share of seeds with which a run of either arm never reached the level.
+# What is compared beside each arm with the control:
+OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
+PAIRS = [(PAPER, "random (0, 0.7)"), (OURS, PAPER), (OURS, "dppo (0, 0.9)")]
+PAIRS += [("our rule (0.9, 0.7)", "dppo (0.7, 0.7)"), ("dppo (0.7, 0.7)", PAPER)]
+PAIRS += [("our rule (0.9, 0.7)", OURS), ("our rule (0, 0.85)", OURS)]
+
+# `short` is the share of pairs in which a run never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
 MOST_SHORT = 1 / 8  # with a larger share, a ratio of times says little
 
@@ -53,55 +59,60 @@ def time_to(run, level, clock):
     return np.interp(level, accuracies[max(0, i - 1) : i + 1], times[max(0, i - 1) : i + 1])
 
 
-def at_the_end(run):
-    """The mean accuracy of the last five evaluations."""
-    return curve_of(run, "steps")[1][-5:].mean()
-
-
-def total(run, clock):
+def length(run, clock):
     return curve_of(run, clock)[0][-1]
 
 
+def after_epochs(run):
+    """The seconds, the steps and the accuracy when EPOCHS candidates have passed."""
+    columns = np.array(run["curve"]).T
+    steps, seconds, candidates, accuracies = columns[:4]
+    return [np.interp(EPOCHS, candidates, column) for column in (seconds, steps, accuracies)]
+
+
+# ==== Two runs ====
+def log_ratio(level, clock, run, other):
+    """Of the times to a level. A run that does not get there counts at its length."""
+    pair = (run, other)
+    times = [time_to(x, level, clock) for x in pair]
+    times = [length(x, clock) if np.isnan(time) else time for x, time in zip(pair, times)]
+    return np.log(times[0] / times[1])
+
+
+def gap(run, other, clock="seconds"):
+    """The mean difference of accuracies at the evaluations of the second run, until the shorter
+    run ends."""
+    times, accuracies = curve_of(other, clock)
+    differences = np.interp(times, *curve_of(run, clock)) - accuracies
+    return differences[times <= length(run, clock)].mean()
+
+
 # ==== Two arms ====
-def mean_of(arm, measure):
-    return np.mean([measure(run) for run in arm.values()])
-
-
-def paired(measure, arm, control):
-    """(2, seeds) a measure of the runs of two arms with the same seeds."""
-    return np.array([[measure(runs[seed]) for seed in arm] for runs in (arm, control)])
-
-
 def interval(values):
     """The mean of values, with its t-interval."""
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
     return Estimate(np.mean(values), low, high)
 
 
-def difference(measure, arm, control):
-    values, others = paired(measure, arm, control)
-    return interval(values - others)
+def compared(measure, arm, control):
+    """A measure of the runs of two arms with the same seeds."""
+    return interval([measure(arm[seed], control[seed]) for seed in arm])
 
 
 def time_ratio(level, clock, arm, control):
-    """The ratio of the times to a level. A run that does not get there counts at its length."""
-    times = paired(partial(time_to, level=level, clock=clock), arm, control)
-    lengths = paired(partial(total, clock=clock), arm, control)
-    values, others = np.where(np.isnan(times), lengths, times)
-    middle, low, high, _ = interval(np.log(values / others))
-    return Estimate(*np.exp([middle, low, high]), np.isnan(times).any(axis=0).mean())
+    """The ratio of the times to a level."""
+    bounds = np.exp(compared(partial(log_ratio, level, clock), arm, control)[:3])
+    times = [[time_to(runs[seed], level, clock) for runs in (arm, control)] for seed in arm]
+    return Estimate(*bounds, np.isnan(times).any(axis=1).mean())
 
 
-def at_equal_time(clock, arm, control):
-    """The mean difference of two arms' accuracies at the evaluations of the control, until the
-    shorter run ends."""
-    gaps = []
-    for seed in arm:
-        times, accuracies = curve_of(control[seed], clock)
-        shared = times <= total(arm[seed], clock)
-        gap = np.interp(times, *curve_of(arm[seed], clock)) - accuracies
-        gaps.append(gap[shared].mean())
-    return interval(gaps)
+def by_chance(measure, control, splits=1000):
+    """What two halves of the control's runs differ by, at most, in 95% of random splits (A/A)."""
+    runs = [*control.values()]
+    values = np.array([[measure(run, other) for other in runs] for run in runs])
+    rng = np.random.default_rng(0)
+    halves = [np.split(rng.permutation(len(runs)), 2) for _ in range(splits)]
+    return np.quantile([abs(values[one, other].mean()) for one, other in halves], 0.95)
 
 
 # ==== Tables ====
@@ -120,45 +131,102 @@ def cell(estimate, show="{:.2f}".format):
 
 def method(arm):
     """`dppo` (0.7, 0.7); only what a method is called in the code is set as code."""
-    return re.sub(r"^(grpo(-skip)?|dppo|[A-Z]\w+)", r"`\g<0>`", arm)
+    return re.sub(r"^(grpo(-skip)?|dppo|CPPO|GRESO|Literal)", r"`\g<0>`", arm)
 
 
-def times_table(name, arms):
-    """When arms reach two levels, by three clocks."""
-    head, rows = ["method"], []
-    for clock in CLOCKS:
-        head += [f"{clock} to {level:.2f}" for level in LEVELS[name]]
+def mean_of(arm, value):
+    return np.mean([value(run) for run in arm.values()])
+
+
+def comparison(name, arm, control):
+    """Cells: the seconds to both levels, the steps to both, and the gap at equal seconds."""
+    seconds, steps = [
+        [cell(time_ratio(level, clock, arm, control)) for level in LEVELS[name]]
+        for clock in ("seconds", "steps")
+    ]
+    middles = [text.split(" (")[0] for text in steps]
+    return [*seconds, ", ".join(middles), cell(compared(gap, arm, control), signed)]
+
+
+def by_chance_cells(name, control):
+    """The same cells, for two halves of one arm."""
+    cells = []
+    for clock in ("seconds", "steps"):
+        for level in LEVELS[name]:
+            most = np.exp(by_chance(partial(log_ratio, level, clock), control))
+            cells.append(f"{1 / most:.2f}–{most:.2f}")
+    return [*cells[:2], ", ".join(cells[2:]), f"±{by_chance(gap, control):.3f}"]
+
+
+def task_table(name, saved):
+    """All arms over the control, and two halves of the control."""
+    arms = saved[name]
+    names = [f"seconds to {level:.2f}" for level in LEVELS[name]]
+    rows = [["method", "rate", "trained", "seconds", *names, "steps to both", "gap"]]
     control = arms["grpo-skip"]
-    for arm, runs in arms.items():
-        row = [method(arm)]
-        for clock in CLOCKS:
-            for level in LEVELS[name]:
-                row.append(cell(time_ratio(level, clock, runs, control)))
-        rows.append(row)
-    return [head, *(row for row in rows if row[0] != "`grpo-skip`")]
 
+    def seconds(run):
+        return length(run, "seconds") / length(run, "steps")
 
-def ends_table(name, arms):
-    """How accurate arms are, and what they cost."""
-    head = ["method", "accuracy at the end", "minus `grpo-skip`'s", "gap at equal seconds"]
-    rows = [[*head, "seconds", "rollouts' share", "steps", "completions", "equal at first"]]
-    control = arms["grpo-skip"]
     for arm, runs in arms.items():
-        mean = partial(mean_of, runs)
-        steps, seconds, completions = [mean(partial(total, clock=clock)) for clock in CLOCKS]
-        row = [method(arm), f"{mean(at_the_end):.3f}", "", ""]
+        rate = EXPERIMENTS[name].arms[arm]
+        trained = mean_of(runs, itemgetter("trained"))
+        of_step = mean_of(runs, seconds) / mean_of(control, seconds)
+        row = [method(arm), f"{rate:g}", f"{trained:.0%}", f"{of_step:.2f}"]
+        others = by_chance_cells(name, control)
         if runs is not control:
-            row[2] = cell(difference(at_the_end, runs, control), signed)
-            row[3] = cell(at_equal_time("seconds", runs, control), signed)
-        row += [f"{seconds:.0f}", f"{mean(itemgetter('rollout_seconds')) / seconds:.0%}"]
-        row += [f"{steps:,.0f}", f"{completions:,.0f}", f"{mean(itemgetter('equal')):.0%}"]
+            others = comparison(name, runs, control)
+        rows.append(row + others)
+    return rows
+
+
+def pairs_table(name, saved):
+    """Arms over others than the control, on all tasks."""
+    rows = [["task", "over one another", "seconds to two levels", "", "steps", "gap"]]
+    for task in LEVELS:
+        for arm, other in PAIRS:
+            if {arm, other} <= saved.get(task, {}).keys():
+                cells = comparison(task, saved[task][arm], saved[task][other])
+                rows.append([task, f"{method(arm)} over {method(other)}", *cells])
+    return rows
+
+
+def epochs_table(name, saved):
+    """When ten epochs of candidates have passed."""
+    arms = saved["digits"]
+    head = ["method", "steps", "seconds over `grpo`'s", "over `grpo-skip`'s"]
+    rows = [[*head, "accuracy minus `grpo-skip`'s"]]
+    for arm, runs in arms.items():
+        seconds, steps, accuracy = np.mean([*map(after_epochs, runs.values())], axis=0)
+        row = [method(arm), f"{steps:.0f}"]
+        for control in ("grpo", "grpo-skip"):
+            row.append(f"{seconds / mean_of(arms[control], lambda run: after_epochs(run)[0]):.2f}")
+
+        def more_accurate(run, other):
+            return after_epochs(run)[2] - after_epochs(other)[2]
+
+        difference = compared(more_accurate, runs, arms["grpo-skip"])
+        rows.append([*row, cell(difference, signed)])
+    return rows
+
+
+def pilots_table(name, saved):
+    """The mean accuracies with the rates of PILOTS, in their order; the best one is bold."""
+    pilots = saved["pilots"]
+    rows = [["method", *pilots]]
+    for arm in {arm: None for found in pilots.values() for arm in found}:
+        row = [method(arm)]
+        for found in pilots.values():
+            means = [np.mean(values) for values in found.get(arm, {}).values()]
+            texts = [f"**{x:.3f}**" if x == max(means) else f"{x:.3f}" for x in means]
+            row.append(" ".join(texts))
         rows.append(row)
     return rows
 
 
-def guesses_table(name, arms):
+def guesses_table(name, saved):
     rows = [["method", "share of guesses at the end", "accuracy on 9 to 12 digits"]]
-    for arm, runs in arms.items():
+    for arm, runs in saved["guess or pass"].items():
         row = [method(arm)]
         for column in (3, 5):
             values = [run["curve"][-1][column] for run in runs.values()]
@@ -167,14 +235,14 @@ def guesses_table(name, arms):
     return rows
 
 
-def noise_table(name, results):
+def noise_table(name, saved):
     """The noise that pruning adds with each score: of draws in order, and in a random order."""
     head = ["task", "the paper's rule", "random, as many"]
     _, *scores = noise.SCORES  # without random
     columns = [(score, share) for share in (0.5, 0.3) for score in scores]
     labels = {score: label.replace("|", "\\|") for score, label in noise.SCORES.items()}
     rows = [head + [f"{labels[score]}, {share}" for score, share in columns]]
-    for task, moments in results.items():
+    for task, moments in saved["noise"].items():
         for moment, batches in moments.items():
             values = [[b["paper's rule"] for b in batches]]
             values += [[b["random, paper's share"] for b in batches]]
@@ -186,18 +254,16 @@ def noise_table(name, results):
     return rows
 
 
-TABLES = {"noise": ("noise", noise_table), "guess or pass": ("guess or pass", guesses_table)}
-for name in LEVELS:
-    TABLES[f"{name}, times"] = (name, times_table)
-    TABLES[f"{name}, ends"] = (name, ends_table)
+TABLES = {"pairs": pairs_table, "equal epochs": epochs_table, "pilots": pilots_table}
+TABLES |= {"noise": noise_table, "guess or pass": guesses_table}
+TABLES |= dict.fromkeys(LEVELS, task_table)
 
 
 def with_tables(text, saved):
     """A text, with its tables made anew."""
 
     def made(match):
-        name, make = TABLES[match[1]]
-        rows = make(name, saved[name])
+        rows = TABLES[match[1]](match[1], saved)
         rows.insert(1, ["---"] * len(rows[0]))
         lines = [f"| {' | '.join(row)} |" for row in rows]
         return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
@@ -211,4 +277,5 @@ def everything():
 
 
 if __name__ == "__main__":
-    RESULTS.write_text(with_tables(RESULTS.read_text(), everything()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), everything()))

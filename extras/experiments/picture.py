@@ -2,10 +2,9 @@
 
     python extras/experiments/picture.py
 
-README's has a step of DPPO at the top and, below it, the time that methods take to reach an
-accuracy, relative to the control's. RESULTS.md has two: accuracy against seconds, and the noise
-that pruning completions adds. Each is drawn twice, for light and for dark pages, and is legible if
-it is shown 500 pixels wide.
+README's has a step of DPPO at the top and, below it, the time that three scores take, relative to
+the control's. The other shows the noise that pruning completions adds. Each is drawn twice, for
+light and for dark pages, and is legible if it is shown 500 pixels wide.
 """
 
 import math
@@ -19,15 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
 from extras import plots
 from extras.experiments import noise
-from extras.experiments.analysis import MOST_SHORT, curve_of, everything, interval, time_ratio
+from extras.experiments.analysis import LEVELS, everything, time_ratio
 from extras.notebook_tools import graded
 
 HERE = Path(__file__).parent
 PAGES = {"": ("white", "0.1"), "-dark": ("#0d1117", "#e6edf3")}  # page, text
-# Arm: the name of its colour.
-SHOWN = {"grpo": "grpo", "grpo-skip": "grpo-skip", "dppo (0.7, 0.7)": "dppo"}
-SHOWN |= {"our rule (0.9, 0)": "our rule"}
-LEVELS = np.arange(0.75, 0.861, 0.01)
+# Arm: its label and the name of its colour.
+SHOWN = {"random (0, 0.7)": ("at random", "grpo"), "dppo (0, 0.7)": ("dppo: |A|", "dppo")}
+SHOWN["our rule (0, 0.7)"] = ("ours: |A| × surprise", "our rule")
 
 
 def one_step():
@@ -56,38 +54,24 @@ def draw_one_step(fig):
     plots.draw_step(fig, *one_step(), "dppo (0.7, 0.7): ")
 
 
-def draw_ratios(fig, arms, colours):
-    """The time to each level over grpo-skip's, with its 95% interval, as far as runs get there."""
+def draw_times(fig, saved, colours):
+    """The time to the higher level over grpo-skip's, with its 95% interval, on each task."""
     ax = fig.subplots()
-    ax.axhline(1, color=colours["grpo-skip"], linewidth=3)
-    ax.text(0.86, 1.01, "grpo-skip", ha="right", va="bottom", color=colours["grpo-skip"])
-    for arm in ("dppo (0.7, 0.7)", "our rule (0.9, 0)"):
-        colour = colours[SHOWN[arm]]
-        ratios = [time_ratio(level, "seconds", arms[arm], arms["grpo-skip"]) for level in LEVELS]
-        reached = [ratio.short <= MOST_SHORT for ratio in ratios]
-        levels = LEVELS[reached]
-        middle, low, high, _ = np.array(ratios)[reached].T
-        ax.fill_between(levels, low, high, color=colour, alpha=0.2, linewidth=0)
-        ax.plot(levels, middle, "o-", color=colour, linewidth=3, markersize=9, label=arm)
-    fig.legend(loc="outside lower center", ncols=2)
-    ax.set_title(f"CPU time to an accuracy, over grpo-skip's ({len(arms['grpo'])} seeds)")
-    ax.set(xlabel="accuracy (a line ends where over 1 in 8 runs fail)")
-    ax.set(ylim=(0.5, 1.3), xlim=(LEVELS[0], LEVELS[-1]))
-
-
-def draw_curves(fig, arms, colours):
-    """Accuracy against seconds, mean and 95% interval, up to the mean length of the runs."""
-    ax = fig.subplots()
-    for arm, colour in SHOWN.items():
-        curves = [curve_of(run, "seconds") for run in arms[arm].values()]
-        grid = np.linspace(0, np.mean([times[-1] for times, _ in curves]), 100)
-        values = np.array([np.interp(grid, times, values) for times, values in curves])
-        middle, low, high = np.array([interval(column)[:3] for column in values.T]).T
-        ax.fill_between(grid, low, high, color=colours[colour], alpha=0.2, linewidth=0)
-        ax.plot(grid, middle, color=colours[colour], linewidth=3, label=arm)
-    fig.legend(loc="outside lower center", ncols=2)
-    ax.set_title("Sorting digits, 15 epochs")
-    ax.set(xlabel="CPU seconds", ylabel="accuracy, held-out prompts", ylim=(0.45, 0.92))
+    ax.axvline(1, color=colours["grpo-skip"], linewidth=3)
+    tasks = [name for name in LEVELS if name in saved]
+    for offset, (arm, (label, colour)) in enumerate(SHOWN.items()):
+        for row, name in enumerate(tasks):
+            arms = saved[name]
+            ratio = time_ratio(LEVELS[name][1], "seconds", arms[arm], arms["grpo-skip"])
+            place = row + 0.25 * (offset - 1)
+            style = {"color": colours[colour], "linewidth": 4}
+            ax.plot([ratio.low, ratio.high], [place, place], **style)
+            ax.plot(
+                ratio.middle, place, "o", markersize=13, **style, label=label if row == 0 else ""
+            )
+    ax.set(xlabel="time over grpo-skip's", yticks=range(len(tasks)), yticklabels=tasks)
+    ax.invert_yaxis()
+    fig.legend(loc="outside lower center", ncols=3)
 
 
 def draw_noise(fig, results, colours):
@@ -125,9 +109,8 @@ def draw_all(folder=HERE.parent):
     saved = everything()
     for name, (back, text) in PAGES.items():
         colours = plots.COLOURS | {"grpo-skip": text}
-        ratios, curves = [(draw, saved["digits"], colours) for draw in (draw_ratios, draw_curves)]
-        page(back, text, (9.6, 10), folder / f"pruning{name}.png", (draw_one_step,), ratios)
-        page(back, text, (9.6, 6), folder / f"accuracy{name}.png", curves)
+        times = (draw_times, saved, colours)
+        page(back, text, (9.6, 10), folder / f"pruning{name}.png", (draw_one_step,), times)
         noises = (draw_noise, saved["noise"], colours)
         page(back, text, (11, 5), folder / f"noise{name}.png", noises)
 

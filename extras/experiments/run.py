@@ -35,38 +35,27 @@ SAVED = Path(__file__).with_name("runs.json")
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "experiments"
 
 
-# ==== Methods ====
-def pruning(method, prompts, completions):
-    """Settings of a method with these two prune rates."""
-    rates = {"prompt_prune_rate": prompts, "completion_prune_rate": completions}
-    return {"method": method} | rates
+# ==== Arms: a method, with its prune rates of prompts and of completions ====
+METHODS = {"our rule": "extras.proportional:Proportional", "random": "extras.rivals:Uniform"}
+METHODS |= {"all weights 1": "extras.rivals:WeightOne", "unweighted": "extras.rivals:Unweighted"}
+METHODS |= {name: f"extras.rivals:{name}" for name in ("Literal", "CPPO", "GRESO")}
 
 
-OURS = "extras.proportional:Proportional"
-RIVALS = "extras.rivals:"
-METHODS = {
-    "grpo": {"method": "grpo"},
-    "grpo-skip": {"method": "grpo-skip"},
-    "random (0, 0.7)": pruning(RIVALS + "Uniform", 0.0, 0.7),
-    "dppo (0, 0.7)": pruning("dppo", 0.0, 0.7),
-    "dppo (0, 0.9)": pruning("dppo", 0.0, 0.9),
-    "dppo (0.7, 0.7)": pruning("dppo", 0.7, 0.7),
-    "our rule (0, 0.7)": pruning(OURS, 0.0, 0.7),
-    "our rule (0, 0.85)": pruning(OURS, 0.0, 0.85),
-    "our rule (0.7, 0.7)": pruning(OURS, 0.7, 0.7),
-    "our rule (0.9, 0.7)": pruning(OURS, 0.9, 0.7),
-    "all weights 1": pruning(RIVALS + "WeightOne", 0.7, 0.7),
-    "unweighted": pruning(RIVALS + "Unweighted", 0.7, 0.7),
-    "Literal (0.7, 0.7)": pruning(RIVALS + "Literal", 0.7, 0.7),
-    "CPPO": pruning(RIVALS + "CPPO", 0.0, 0.7),
-    "GRESO": {"method": RIVALS + "GRESO", "steps": 48, "eval_every": 3},  # its steps are long
-}
+def settings_of_arm(arm):
+    """ "dppo (0, 0.7)" -> its method and its rates."""
+    method, _, rates = arm.partition(" (")
+    settings = {"method": METHODS.get(method, method)}
+    if rates:
+        names = ("prompt_prune_rate", "completion_prune_rate")
+        settings |= zip(names, map(float, rates[:-1].split(", ")))
+    return settings
+
 
 # ==== Experiments ====
-# Runs are evaluated before they start, and every `eval_every` steps. Each arm has a learning rate,
-# which a pilot chose, and a number of seeds, of which `seed` is the first. The arm grpo-skip is the
-# control.
-Experiment = namedtuple("Experiment", "task settings seed arms")
+# Runs are evaluated before they start, and every `eval_every` steps. `arms` has the learning rate
+# of each arm, which a pilot chose, and `special` what else differs in it. The seeds begin at 40.
+# The arm grpo-skip is the control.
+Experiment = namedtuple("Experiment", "task settings arms seeds special", defaults=[{}])
 
 OF_DIGITS = {"steps": 320, "eval_every": 16}
 OF_SUMS = OF_DIGITS | {"temperature": 0.7, "max_completion_tokens": 8, "max_grad_norm": 10.0}
@@ -77,59 +66,39 @@ OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
 OF_LONG_TEXT = {"max_completion_tokens": 96, "temperature": 1.0}  # for noise.py only
 
-DIGITS = {
-    "grpo": (5e-5, 4),
-    "grpo-skip": (5e-5, 8),
-    "random (0, 0.7)": (5e-5, 8),
-    "dppo (0, 0.7)": (5e-5, 8),
-    "dppo (0.7, 0.7)": (5e-5, 8),
-    "our rule (0, 0.7)": (5e-5, 8),
-    "our rule (0.9, 0.7)": (5e-5, 8),
-    "all weights 1": (5e-5, 6),
-    "Literal (0.7, 0.7)": (5e-5, 6),
-    "CPPO": (5e-5, 6),
-    "GRESO": (5e-5, 6),
-}
-SUMS = {
-    "grpo": (2e-4, 4),
-    "grpo-skip": (2e-4, 8),
-    "random (0, 0.7)": (2e-4, 8),
-    "dppo (0, 0.7)": (2e-4, 8),
-    "dppo (0, 0.9)": (2e-4, 8),
-    "dppo (0.7, 0.7)": (2e-4, 8),
-    "our rule (0, 0.7)": (2e-4, 8),
-    "our rule (0.9, 0.7)": (2e-4, 8),
-}
-SMOLLM2 = {
-    "grpo-skip": (5e-6, 6),
-    "random (0, 0.7)": (5e-6, 6),
-    "dppo (0, 0.7)": (5e-6, 6),
-    "our rule (0, 0.7)": (5e-6, 6),
-    "our rule (0, 0.85)": (5e-6, 6),
-}
-GUESSES = dict.fromkeys(
-    ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted", "CPPO"], (1e-4, 6)
-)
+DIGITS = {"grpo": 5e-5, "grpo-skip": 5e-5, "random (0, 0.7)": 5e-5}
+DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
+DIGITS |= {"our rule (0, 0.7)": 5e-5, "our rule (0.9, 0.7)": 5e-5}
+RIVALS = {"all weights 1 (0.7, 0.7)": 5e-5, "Literal (0.7, 0.7)": 5e-5}
+RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 5e-5}
+SUMS = {"grpo": 2e-4, "grpo-skip": 2e-4, "random (0, 0.7)": 2e-4}
+SUMS |= {"dppo (0, 0.7)": 2e-4, "dppo (0, 0.9)": 2e-4, "dppo (0.7, 0.7)": 2e-4}
+SUMS |= {"our rule (0, 0.7)": 2e-4, "our rule (0.9, 0.7)": 2e-4}
+SMOLLM2 = {"grpo-skip": 5e-6, "random (0, 0.7)": 5e-6, "dppo (0, 0.7)": 5e-6}
+SMOLLM2 |= {"our rule (0, 0.7)": 5e-6, "our rule (0, 0.85)": 5e-6}
+GUESSES = ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted (0.7, 0.7)"]
+GUESSES = dict.fromkeys([*GUESSES, "CPPO (0, 0.7)"], 1e-4)
+
+FOUR = {"grpo": {"seeds": 4}}
+SIX = {arm: {"seeds": 6} for arm in RIVALS}
+SIX["GRESO"] |= {"steps": 48, "eval_every": 3}  # its steps are some five times as long
 EXPERIMENTS = {
-    "digits": Experiment("digits", OF_DIGITS, 40, DIGITS),
-    "sums": Experiment("sums", OF_SUMS, 40, SUMS),
-    "SmolLM2": Experiment("SmolLM2", OF_SMOLLM2, 40, SMOLLM2),
-    "guess or pass": Experiment("guess or pass", OF_GUESSES, 40, GUESSES),
+    "sums": Experiment("sums", OF_SUMS, SUMS, 8, FOUR),
+    "digits": Experiment("digits", OF_DIGITS, DIGITS | RIVALS, 8, FOUR | SIX),
+    "guess or pass": Experiment("guess or pass", OF_GUESSES, GUESSES, 6),
+    "SmolLM2": Experiment("SmolLM2", OF_SMOLLM2, SMOLLM2, 6),
 }
 # A pilot takes the first 0.4 of the steps, with two other seeds and with these learning rates.
-PILOTS = {
-    "digits": (2.5e-5, 5e-5, 1e-4),
-    "sums": (1e-4, 2e-4, 4e-4),
-    "SmolLM2": (2.5e-6, 5e-6, 1e-5),
-}
+PILOTS = {"sums": (1e-4, 2e-4, 4e-4), "digits": (2.5e-5, 5e-5, 1e-4)}
+PILOTS["SmolLM2"] = (2.5e-6, 5e-6, 1e-5)
 
 
 def runs_of(name):
     """All (seed, arm) of an experiment. Seeds are the outer loop, so that all arms of a seed meet
     the same conditions."""
-    _, _, first, arms = EXPERIMENTS[name]
-    most = max(seeds for _, seeds in arms.values())
-    return [(first + n, arm) for n in range(most) for arm in arms if n < arms[arm][1]]
+    _, _, arms, most, special = EXPERIMENTS[name]
+    seeds = {arm: special.get(arm, {}).get("seeds", most) for arm in arms}
+    return [(40 + n, arm) for n in range(most) for arm in arms if n < seeds[arm]]
 
 
 def pilot_of(name):
@@ -141,11 +110,12 @@ def pilot_of(name):
 
 def settings_of(name, seed, arm, rate=None):
     """The settings of a run or, with a learning rate, of a pilot's."""
-    experiment = EXPERIMENTS[name]
-    settings = experiment.settings | METHODS[arm]
+    _, settings, arms, _, special = EXPERIMENTS[name]
+    settings = settings | settings_of_arm(arm) | special.get(arm, {})
+    settings.pop("seeds", None)
     if rate:
         settings["steps"] = settings["steps"] * 2 // 5
-    return settings | {"seed": seed, "learning_rate": rate or experiment.arms[arm][0]}
+    return settings | {"seed": seed, "learning_rate": rate or arms[arm]}
 
 
 # ==== A run ====
@@ -251,8 +221,8 @@ def measure_noise(names):
     """Measures the noise of scores on these tasks, or on all of them."""
     for name in names or noise.SETUPS:
         settings = EXPERIMENTS[name].settings if name in EXPERIMENTS else OF_LONG_TEXT
-        rate = EXPERIMENTS[name].arms["grpo-skip"][0] if name in EXPERIMENTS else 0.0
-        config = dppo.configure(**settings | METHODS["grpo-skip"] | {"learning_rate": rate})
+        rate = EXPERIMENTS[name].arms["grpo-skip"] if name in EXPERIMENTS else 0.0
+        config = dppo.configure(**settings, method="grpo-skip", learning_rate=rate)
         results = noise.measure(name, tasks.TASKS[name](config), config)
         path = path_of("noise", name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,9 +268,9 @@ def made_otherwise():
     """The saved (experiment, arm, seed) that were made with other code or settings than those that
     are here."""
     found = []
-    for name, experiment in EXPERIMENTS.items():
+    for name in EXPERIMENTS:
         for arm, runs in load().get(name, {}).items():
-            here = checksum(name, experiment.seed, arm)
+            here = checksum(name, 0, arm)
             found += [(name, arm, seed) for seed in runs if runs[seed]["made with"] != here]
     return found
 
@@ -325,7 +295,7 @@ def main():
         for key, value in made.items():
             print(f"{key}: {value}\n  saved: {saved.get(key)}")
     else:
-        sys.exit(f"{__doc__}\nExperiments: {'; '.join(EXPERIMENTS)}.\nArms: {'; '.join(METHODS)}.")
+        sys.exit(f"{__doc__}\nExperiments: {'; '.join(EXPERIMENTS)}.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 python -m pytest -q extras/experiments
 """
 
-import json
 import math
 from unittest import mock
 
@@ -18,7 +17,7 @@ from extras.experiments import analysis, run, tasks  # noqa: E402, because they 
 
 
 def arm(*curves, every=1):
-    """Runs with the seeds 0, 1, ..., of 10 seconds and 100 completions a step. Each curve has an
+    """Runs with the seeds 0, 1, ..., of 10 seconds and 100 candidates a step. Each curve has an
     evaluation in `every` steps."""
     runs = {}
     for seed, accuracies in enumerate(curves):
@@ -35,7 +34,7 @@ def test_a_run_reaches_a_level_where_the_nearest_curve_that_never_falls_does():
     run_of_it = arm(SLOW)["0"]
     assert analysis.time_to(run_of_it, 0.15, "steps") == pytest.approx(0.5)
     assert analysis.time_to(run_of_it, 0.6, "seconds") == pytest.approx(46.25)  # 0.1667 of 0.2667
-    assert analysis.time_to(run_of_it, 0.1, "completions") == 0  # it begins there
+    assert analysis.time_to(run_of_it, 0.1, "steps") == 0  # it begins there
     assert math.isnan(analysis.time_to(run_of_it, 0.71, "steps"))
 
 
@@ -66,42 +65,108 @@ def test_a_run_gains_nothing_by_being_evaluated_more_often():
 
 
 def test_gaps_count_until_the_shorter_run_ends():
-    gap = analysis.at_equal_time("seconds", arm([0.5] * 3, [0.6] * 3), arm([0.4] * 9, [0.4] * 9))
-    assert gap.middle == pytest.approx(0.15)
+    def gap(arm, control):
+        return analysis.compared(analysis.gap, arm, control).middle
+
+    assert gap(arm([0.5] * 3, [0.6] * 3), arm([0.4] * 9, [0.4] * 9)) == pytest.approx(0.15)
     rising = arm([0.0, 1.0], [0.0, 1.0])  # on average, 0.5 until it ends
-    gap = analysis.at_equal_time("completions", rising, arm([0.2] * 9, [0.4] * 9))
-    assert gap.middle == pytest.approx(0.2)
-    assert analysis.at_the_end(arm([9, 1, 2, 3, 4, 5])["0"]) == 3
+    assert gap(rising, arm([0.2] * 9, [0.4] * 9)) == pytest.approx(0.2)
+
+
+def test_chance_is_what_halves_of_the_control_differ_by():
+    # Of 0, 0, 0 and 1, every half has a mean that is 0.5 from the other's; of 0, 1, 1 and 4, two in
+    # three pairs of halves differ by 1, and one by 2.
+    for values, most in (([0, 0, 0, 1], 0.5), ([0, 1, 1, 4], 2)):
+        control = arm(*([value] * 3 for value in values))
+        assert analysis.by_chance(analysis.gap, control) == pytest.approx(most)
+
+
+def test_epochs_end_between_evaluations():
+    run_of_it = arm([0.2, 0.3, 0.5])["0"]
+    for point in run_of_it["curve"]:
+        point[2] = point[0] * analysis.EPOCHS * 2 / 3  # so the epochs end after 1.5 steps
+    assert analysis.after_epochs(run_of_it) == pytest.approx([15, 1.5, 0.4])
 
 
 def test_tables_are_those_of_the_saved_runs():
-    text = analysis.RESULTS.read_text()
-    assert analysis.with_tables(text, analysis.everything()) == text
+    for page in analysis.PAGES:
+        text = page.read_text()
+        assert analysis.with_tables(text, analysis.everything()) == text
 
 
-def test_a_run_is_made_once_saved_and_compared(tmp_path, monkeypatch, capsys):
+def test_saved_runs_were_made_with_the_code_that_is_here():
+    assert run.made_otherwise() == []
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """An experiment of a few seconds, whose runs go to a folder of their own."""
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     monkeypatch.setattr(run, "SAVED", tmp_path / "runs.json")
-    run.save({})
-    settings = {"epochs": 2.0, "eval_every": 0, "prompts_per_step": 4, "group_size": 4}
+    run.save({"pilots": {}})
+    settings = {"steps": 6, "eval_every": 2, "prompts_per_step": 4, "group_size": 4}
     settings |= {"max_completion_tokens": 8}
-    experiment = run.Experiment("tiny", settings, [3], ["grpo-skip", "dppo (0.7, 0.7)"])
-    monkeypatch.setattr(run, "EXPERIMENTS", {"tiny": experiment})
-    load = mock.Mock(side_effect=lambda config: tiny_task())
+    arms = {"grpo-skip": 1e-4, "dppo (0.7, 0.7)": 1e-4}
+    only_one = {"dppo (0.7, 0.7)": {"seeds": 1}}
+    monkeypatch.setattr(
+        run, "EXPERIMENTS", {"tiny": run.Experiment("tiny", settings, arms, 2, only_one)}
+    )
+    monkeypatch.setattr(run, "PILOTS", {"tiny": (1e-4, 2e-4)})
+
+    def load_tiny(config):
+        return tiny_task()
+
+    load = mock.Mock(side_effect=load_tiny, __name__="load_tiny")
     monkeypatch.setitem(tasks.TASKS, "tiny", load)
-    for name in [*experiment.arms, experiment.arms[0]]:
-        monkeypatch.setattr("sys.argv", ["run.py", "tiny", "3", name])
-        run.main()
-    assert load.call_count == 2
-    run.gather()
-    saved = json.loads(run.SAVED.read_text())["tiny"]["grpo-skip"]["3"]
-    steps = [point[0] for point in saved["curve"]]
-    assert steps == [0, 4, 8] and saved["prompts"] == 32  # 16 prompts an epoch, 4 a step
-    assert saved["curve"][-1][2] == 8 * 4 * 4 >= saved["trained"] > 0
-    assert 0 < saved["rollout_seconds"] < saved["curve"][-1][1]
-    assert "saved: None" in capsys.readouterr().out
+    return load
+
+
+def main(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["run.py", *map(str, arguments)])
     run.main()
+
+
+def test_a_run_is_made_once_saved_and_compared(tiny, monkeypatch, capsys):
+    runs = [(40, "grpo-skip"), (40, "dppo (0.7, 0.7)"), (41, "grpo-skip")]
+    assert run.runs_of("tiny") == runs
+    for seed, arm in [*runs, runs[0]]:
+        main(monkeypatch, "tiny", seed, arm)
+    assert tiny.call_count == 3
+    assert "saved: None" in capsys.readouterr().out
+    main(monkeypatch, "gather")
+    saved = run.load()["tiny"]["grpo-skip"]["40"]
+    assert [point[0] for point in saved["curve"]] == [0, 2, 4, 6]
+    assert [point[2] for point in saved["curve"]] == [0, 8, 16, 24] and saved["completions"] == 96
+    assert 0 < saved["rollout"] < 1 and 0 < saved["trained"] <= 1
+    main(monkeypatch, "tiny", *runs[0])
     assert f"saved: {saved['curve']}" in capsys.readouterr().out
+
+
+def test_a_pilot_is_shorter_and_saves_mean_accuracies(tiny, monkeypatch):
+    for each in run.pilot_of("tiny"):
+        main(monkeypatch, "tiny", *each)
+    main(monkeypatch, "gather")
+    assert list(run.load()) == ["pilots"]
+    found = run.load()["pilots"]["tiny"]["dppo (0.7, 0.7)"]
+    curve = run.make_run("tiny", 301, "dppo (0.7, 0.7)", 2e-4)["curve"]
+    assert [point[0] for point in curve] == [0, 2] and found["0.0002"][1] == curve[1][3]
+
+
+def test_a_checksum_is_of_code_and_settings(tiny, monkeypatch):
+    here = run.checksum("tiny", 40, "grpo-skip")
+    assert here == run.checksum("tiny", 41, "grpo-skip")
+    assert here != run.checksum("tiny", 40, "grpo-skip", 2e-4)
+    source = run.inspect.getsource
+
+    def changed(old, new):
+        assert old in source(dppo)
+        monkeypatch.setattr(run.inspect, "getsource", lambda it: source(it).replace(old, new))
+        return run.checksum("tiny", 40, "grpo-skip")
+
+    assert changed("rewards.nanmean", "rewards.nanmedian") != here  # in group_advantages
+    assert changed("# ---- 4. The step", "# ---- another comment") == here
+    assert changed('"""Samples and grades G', '"""Another docstring') == here
+    assert changed("the model is in", "see") == here  # in train, which saves and prints
 
 
 def test_sums_are_written_with_their_last_digit_first():
