@@ -10,6 +10,8 @@ import torch
 
 import dppo
 from extras import plots
+from extras.experiments.analysis import LEVELS, OURS, PAPER, cell, time_ratio
+from extras.experiments.noise import SCORES
 
 
 # ==== Live runs ====
@@ -105,11 +107,20 @@ def draw_training(runs):
 
 
 # ==== Steps on one batch ====
-def graded(prompts, rewards, w_q=None):
-    """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without its sequences."""
+def sampled(task, config):
+    """A group of each prompt, by reward: its sequences, one after the other; (prompts, G) rewards.
+    So completions are in the order in which dppo.py draws them."""
+    sequences, rewards = dppo.sample_and_grade(task, task.train, config.group_size, config)
+    order = rewards.argsort(dim=1, stable=True)
+    rows = torch.arange(rewards.numel()).view_as(rewards).gather(1, order).flatten()
+    return [sequences[row] for row in rows], rewards.gather(1, order)
+
+
+def graded(prompts, rewards, w_q=None, sequences=()):
+    """(B,) prompts, (B, G) rewards, (B,) w_q -> a Rollout without lengths."""
     w_q = torch.ones(len(prompts)).double() if w_q is None else w_q
     A = dppo.group_advantages(rewards)
-    return dppo.Rollout(len(prompts), prompts, w_q, [], rewards, None, A, seconds=0.0)
+    return dppo.Rollout(len(prompts), prompts, w_q, sequences, rewards, None, A, seconds=0.0)
 
 
 def draw_one_step(step, pi, unseen):
@@ -156,6 +167,14 @@ def gradients(task, sequences, A, config):
     return g
 
 
+def squares_of_prompts(gram, has):
+    """(rows, rows) g . g of the completions with a gradient; (prompts, G) which these are ->
+    (prompts,) the square of each prompt's gradient, the sum over its group."""
+    prompt_of_row = has.nonzero()[:, 0]
+    belongs = torch.nn.functional.one_hot(prompt_of_row, len(has)).double()
+    return (belongs * (gram @ belongs)).sum(dim=0)
+
+
 def degrees(gradient, other):
     """The angle between two gradients."""
     cosine = torch.cosine_similarity(gradient.double(), other.double(), dim=0)
@@ -186,25 +205,49 @@ def draw_cloud(g, weights):
     plots.draw_cloud(clouds)
 
 
-# ==== Saved runs, and packing ====
-def draw_guessing(runs):
-    """The share of guesses, a line for each run: {name: {seed: run}}."""
+def draw_scores(norms, scores):
+    """(rows,) |g|; {name: (rows,) scores}."""
+    correlated = {}
+    for name, score in scores.items():
+        r = torch.corrcoef(torch.stack([norms, score]))[0, 1]
+        correlated[f"{name}: correlation {r:.2f}"] = score
+    plots.draw_scores(norms, correlated)
+
+
+# ==== What was saved ====
+def draw_guessing(arms, names):
+    """The share of guesses, a line for each run: {arm: {seed: run}}."""
     lines = {}
-    for arm, of_seed in runs.items():
-        rows = [[[point[0], point[3]] for point in run["curve"]] for run in of_seed.values()]
+    for name in names:
+        rows = [[[point[0], point[3]] for point in run["curve"]] for run in arms[name].values()]
         steps, guesses = torch.tensor(rows, dtype=torch.float64).unbind(dim=2)
-        lines[arm] = (steps[0], guesses, plots.COLOURS[arm.split(" ")[0]])
+        lines[name] = (steps[0], guesses, plots.COLOURS[name.split(" ")[0]])
     plots.draw_guessing(lines)
 
 
-def draw_packing(sequences, longest):
-    """Sequences, padded and packed."""
-    lengths = {i: len(s.prompt + s.completion) for i, s in enumerate(sequences)}
-    titled = {}
-    for name, slots in {
-        "padded": [[i] for i in lengths],
-        "packed": dppo.pack(lengths, longest),
-    }.items():
-        used = [sum(lengths[i] for i in slot) for slot in slots]
-        titled[f"{name}: {1 - sum(used) / (len(slots) * max(used)):.0%} is padding"] = slots
-    plots.draw_packing(lengths, titled, longest)
+def table_of_noise(here, saved):
+    """The added noise of each score at half of the completions: {score: noise} of this notebook,
+    and the means of the saved batches before training."""
+    rows = [["digits, here", *(f"{noise:.2f}" for noise in here.values())]]
+    for task, moments in saved.items():
+        batches = moments["after 0 steps"]
+        noises = [[batch[score]["0.5"][0] for score in SCORES] for batch in batches]
+        means = torch.tensor(noises).mean(dim=0).tolist()
+        rows.append([task, *(f"{noise:.2f}" for noise in means)])
+    return plots.table(["noise added at half of the completions", *here], *rows)
+
+
+def table_of_times(saved):
+    """The time to two levels over grpo-skip's, of three scores of completions."""
+    arms = {"random": "random (0, 0.7)", "`dppo` (0, 0.7)": PAPER, "our rule (0, 0.7)": OURS}
+    rows = []
+    for task, levels in LEVELS.items():
+        if task not in saved:
+            continue
+        control = saved[task]["grpo-skip"]
+        for level in levels:
+            ratios = [
+                time_ratio(level, "seconds", saved[task][arm], control) for arm in arms.values()
+            ]
+            rows.append([f"{task}, to {level:.2f}", *map(cell, ratios)])
+    return plots.table(["task", *arms], *rows)

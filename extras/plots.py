@@ -122,7 +122,7 @@ def draw_cloud(clouds):
     for x, y, colour, label in clouds.values():
         mean = torch.stack([x.mean(), y.mean()])
         low, high = low.minimum(mean), high.maximum(mean)
-        ax.plot(x, y, ".", color=colour, markersize=3, alpha=0.35, zorder=1)
+        ax.plot(x, y, "o", color=colour, markersize=5, alpha=0.25, mec="none", zorder=1)
         ax.plot(*mean, "o", color=colour, markersize=13, mec="white", zorder=2, label=label)
     ax.plot(1, 0, "*", color="black", markersize=11, mec="white", zorder=3, label="full gradient")
     pad = 0.06 * (high - low)
@@ -145,28 +145,12 @@ def draw_guessing(runs):
     ax.set(xlabel="step", ylabel="share of guesses", ylim=(-0.03, 1.03))
 
 
-def draw_packing(lengths, kinds, longest):
-    """The sequences of each slot, in alternating greys: {index: length}, {title: slots}. The last
-    panel is the attention mask of the first slot of the last kind."""
-    greys = ("0.35", "0.7")
-    fig, axes = plt.subplots(1, len(kinds) + 1, figsize=(8.4, 3.4))
-    for ax, (title, slots) in zip(axes, kinds.items()):
-        for row, slot in enumerate(slots):
-            left = 0
-            for place, i in enumerate(slot):
-                style = {"color": greys[place % 2], "height": 1, "ec": "white", "lw": 0.5}
-                ax.barh(row, lengths[i], left=left, **style)
-                left += lengths[i]
-        ax.set(xlabel="tokens", xlim=(0, longest), yticks=[])
-        ax.set(ylim=(len(next(iter(kinds.values()))) - 0.4, -0.6))
-        room = max(sum(lengths[i] for i in slot) for slot in slots)
-        ax.axvline(room, color="0.5", linestyle=":")  # to which each row is filled up
-        ax.set_title(title, fontsize="medium")
-    axes[0].set(ylabel="slots")
-    blocks = []
-    for place, i in enumerate(slots[0]):
-        blocks.append(torch.ones(lengths[i], lengths[i]).tril() * (1 + place % 2))
-    mask = torch.block_diag(*blocks)
-    axes[-1].imshow(mask, cmap=ListedColormap(["white", *greys]), vmin=0, vmax=2)
-    axes[-1].set(xlabel="attends to", ylabel="token", xticks=[], yticks=[])
-    axes[-1].set_title("mask of the first slot", fontsize="medium")
+def draw_scores(norms, scores):
+    """Each completion as a dot, a panel for each score: (n,) |g|, {title: (n,) scores}."""
+    fig, axes = plt.subplots(1, len(scores), sharey=True)
+    for ax, (title, score) in zip(axes, scores.items()):
+        ax.loglog(score, norms, "o", color=COLOURS["our rule"], markersize=5, alpha=0.4, mec="none")
+        ax.set_title(title)
+        ax.set(xlabel="score")
+        ax.minorticks_off()
+    axes[0].set(ylabel="norm of the gradient, |g|")

@@ -1,8 +1,8 @@
-"""The measures that PLAN.md defines, and the tables of RESULTS.md and PLAN.md.
+"""The measures that PLAN.md defines, and the tables of RESULTS.md.
 
-    python extras/experiments/analysis.py    # runs.json, noise.json -> the tables in both
+    python extras/experiments/analysis.py    # runs.json, noise.json -> the tables
 
-There, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+In RESULTS.md, a table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 A run is what run.py saves. An arm is {seed: run}. A comparison is an Estimate, with the bounds of
 its 95% t-interval.
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from extras.experiments import noise
 from extras.experiments.run import EXPERIMENTS, load
 
-PAGES = [Path(__file__).with_name(name) for name in ("RESULTS.md", "PLAN.md")]
+RESULTS = Path(__file__).with_name("RESULTS.md")
 CLOCKS = {"steps": 0, "seconds": 1}  # columns of a curve
 LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.60, 0.65)}
 EPOCHS = 10 * 1024  # candidates in ten epochs of digits
@@ -85,6 +85,11 @@ def gap(run, other, clock="seconds"):
     times, accuracies = curve_of(other, clock)
     differences = np.interp(times, *curve_of(run, clock)) - accuracies
     return differences[times <= length(run, clock)].mean()
+
+
+def more_accurate(run, other):
+    """The difference of accuracies after EPOCHS."""
+    return after_epochs(run)[2] - after_epochs(other)[2]
 
 
 # ==== Two arms ====
@@ -194,33 +199,14 @@ def pairs_table(name, saved):
 def epochs_table(name, saved):
     """When ten epochs of candidates have passed."""
     arms = saved["digits"]
-    head = ["method", "steps", "seconds over `grpo`'s", "over `grpo-skip`'s"]
-    rows = [[*head, "accuracy minus `grpo-skip`'s"]]
+    columns = {}
     for arm, runs in arms.items():
-        seconds, steps, accuracy = np.mean([*map(after_epochs, runs.values())], axis=0)
-        row = [method(arm), f"{steps:.0f}"]
-        for control in ("grpo", "grpo-skip"):
-            row.append(f"{seconds / mean_of(arms[control], lambda run: after_epochs(run)[0]):.2f}")
-
-        def more_accurate(run, other):
-            return after_epochs(run)[2] - after_epochs(other)[2]
-
-        difference = compared(more_accurate, runs, arms["grpo-skip"])
-        rows.append([*row, cell(difference, signed)])
-    return rows
-
-
-def pilots_table(name, saved):
-    """The mean accuracies with the rates of PILOTS, in their order; the best one is bold."""
-    pilots = saved["pilots"]
-    rows = [["method", *pilots]]
-    for arm in {arm: None for found in pilots.values() for arm in found}:
-        row = [method(arm)]
-        for found in pilots.values():
-            means = [np.mean(values) for values in found.get(arm, {}).values()]
-            texts = [f"**{x:.3f}**" if x == max(means) else f"{x:.3f}" for x in means]
-            row.append(" ".join(texts))
-        rows.append(row)
+        columns[arm] = np.mean([*map(after_epochs, runs.values())], axis=0)
+    rows = [["method", "steps", "seconds over `grpo`'s", "accuracy minus `grpo-skip`'s"]]
+    for arm, (seconds, steps, _) in columns.items():
+        ratio = seconds / columns["grpo"][0]
+        difference = compared(more_accurate, arms[arm], arms["grpo-skip"])
+        rows.append([method(arm), f"{steps:.0f}", f"{ratio:.2f}", cell(difference, signed)])
     return rows
 
 
@@ -254,7 +240,7 @@ def noise_table(name, saved):
     return rows
 
 
-TABLES = {"pairs": pairs_table, "equal epochs": epochs_table, "pilots": pilots_table}
+TABLES = {"pairs": pairs_table, "equal epochs": epochs_table}
 TABLES |= {"noise": noise_table, "guess or pass": guesses_table}
 TABLES |= dict.fromkeys(LEVELS, task_table)
 
@@ -277,5 +263,4 @@ def everything():
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(with_tables(page.read_text(), everything()))
+    RESULTS.write_text(with_tables(RESULTS.read_text(), everything()))

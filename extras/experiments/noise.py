@@ -1,8 +1,7 @@
 """What a score is worth: the noise that pruning completions adds to a step, by true gradients.
 
-    python extras/experiments/run.py noise              # measures all tasks, one after the other
-    python extras/experiments/run.py noise "long text"  # one of them
-    python extras/experiments/run.py gather             # runs/experiments -> noise.json
+    python extras/experiments/noise.py              # measures all tasks -> noise.json
+    python extras/experiments/noise.py "long text"  # one of them
 
 A batch is rolled out, and no prompt is pruned. Let g_i be the gradient of the loss of completion i
 alone, and w_i its weight. A rule adds the noise
@@ -17,12 +16,15 @@ Each score keeps the same number of completions. Draws are made in two ways: in 
 """
 
 import json
+import sys
 from collections import namedtuple
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
+from extras.experiments import run, tasks
 from extras.proportional import share_probabilities, surprise
 
 SAVED = Path(__file__).with_name("noise.json")
@@ -103,9 +105,14 @@ def measured(task, prompts, layers, config):
     return result
 
 
-def measure(name, task, config):
+def measure(name):
     """Measures a task's batches, before and after training -> {moment: one result for a batch}."""
     setup = SETUPS[name]
+    settings = {"max_completion_tokens": 96, "temperature": 1.0}  # of long text
+    if name in run.EXPERIMENTS:
+        settings = run.settings_of(name, 0, "grpo-skip")
+    config = dppo.configure(**settings)
+    task = tasks.TASKS[name](config)
     rule = dppo.GRPOSkip(config, task.train)
     optimizer = dppo.MasterAdam(task.model, config.learning_rate)
     record = {"step": 0, "candidates_so_far": 0}
@@ -122,3 +129,10 @@ def measure(name, task, config):
                 results[f"after {steps} steps"].append(result)
             print(f"{name}, after {steps} steps, batch {batch}: {json.dumps(result)}", flush=True)
     return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or SETUPS:
+        results = json.loads(SAVED.read_text()) | {name: measure(name)}
+        SAVED.write_text(json.dumps(results) + "\n")

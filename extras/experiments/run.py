@@ -5,7 +5,6 @@
     python extras/experiments/run.py digits pilot           # the pilot that chose learning rates
     python extras/experiments/run.py gather                 # runs/experiments -> runs.json
     python extras/experiments/run.py check                  # made with the code that is here?
-    python extras/experiments/run.py noise                  # see noise.py
 
 A finished run is kept in runs/experiments, and is not made again while it is there. If it is also
 in runs.json, its numbers are printed beside the saved ones. Seconds differ between machines, and so
@@ -29,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
 from extras import proportional, rivals
-from extras.experiments import noise, tasks
+from extras.experiments import tasks
 
 SAVED = Path(__file__).with_name("runs.json")
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "experiments"
@@ -64,7 +63,6 @@ OF_SMOLLM2 |= {"temperature": 1.0, "max_grad_norm": 10.0}
 OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
-OF_LONG_TEXT = {"max_completion_tokens": 96, "temperature": 1.0}  # for noise.py only
 
 DIGITS = {"grpo": 5e-5, "grpo-skip": 5e-5, "random (0, 0.7)": 5e-5}
 DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
@@ -217,26 +215,13 @@ def make_all(name, runs):
         list(pool.map(make, runs))
 
 
-def measure_noise(names):
-    """Measures the noise of scores on these tasks, or on all of them."""
-    for name in names or noise.SETUPS:
-        settings = EXPERIMENTS[name].settings if name in EXPERIMENTS else OF_LONG_TEXT
-        rate = EXPERIMENTS[name].arms["grpo-skip"] if name in EXPERIMENTS else 0.0
-        config = dppo.configure(**settings, method="grpo-skip", learning_rate=rate)
-        results = noise.measure(name, tasks.TASKS[name](config), config)
-        path = path_of("noise", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results))
-
-
 def load():
-    """{experiment: {arm: {seed: run}}}, and "pilots": {experiment: {arm: {learning rate: [for each
-    seed, the mean accuracy after the start]}}}"""
+    """{experiment: {arm: {seed: run}}}"""
     return json.loads(SAVED.read_text())
 
 
 def gather():
-    """Replaces each experiment and each pilot in runs.json of which all runs have been made."""
+    """Replaces each experiment in runs.json of which all runs have been made."""
     saved = load()
     for name in EXPERIMENTS:
         if all(path_of(name, *run).exists() for run in runs_of(name)):
@@ -244,18 +229,7 @@ def gather():
             for seed, arm in runs_of(name):
                 saved[name].setdefault(arm, {})[str(seed)] = make_run(name, seed, arm)
             print(f"{name}: from {FOLDER}")
-        if name in PILOTS and all(path_of(name, *run).exists() for run in pilot_of(name)):
-            found = saved["pilots"][name] = {}
-            for seed, arm, rate in pilot_of(name):
-                accuracies = [point[3] for point in make_run(name, seed, arm, rate)["curve"][1:]]
-                mean = rounded(sum(accuracies) / len(accuracies))
-                found.setdefault(arm, {}).setdefault(f"{rate:g}", []).append(mean)
-            print(f"pilot of {name}: from {FOLDER}")
     save(saved)
-    paths = {name: path_of("noise", name) for name in noise.SETUPS}
-    if all(path.exists() for path in paths.values()):
-        results = {name: json.loads(path.read_text()) for name, path in paths.items()}
-        noise.SAVED.write_text(json.dumps(results) + "\n")
 
 
 def save(runs):
@@ -282,12 +256,14 @@ def main():
         gather()
     elif name == "check":
         sys.exit(f"made with other code: {made_otherwise()}" if made_otherwise() else None)
-    elif name == "noise":
-        measure_noise(run)
     elif name in EXPERIMENTS and not run:
         make_all(name, runs_of(name))
     elif name in PILOTS and run == ["pilot"]:
         make_all(name, pilot_of(name))
+        for seed, arm, rate in pilot_of(name):
+            _, *points = make_run(name, seed, arm, rate)["curve"]
+            mean = sum(point[3] for point in points) / len(points)
+            print(f"seed {seed}, {arm}, {rate:g}: mean accuracy {mean:.3f} after the start")
     elif name in EXPERIMENTS and len(run) > 1 and run[1] in EXPERIMENTS[name].arms:
         seed, arm, *rate = run
         made = make_run(name, int(seed), arm, *map(float, rate))

@@ -89,9 +89,8 @@ def test_epochs_end_between_evaluations():
 
 
 def test_tables_are_those_of_the_saved_runs():
-    for page in analysis.PAGES:
-        text = page.read_text()
-        assert analysis.with_tables(text, analysis.everything()) == text
+    text = analysis.RESULTS.read_text()
+    assert analysis.with_tables(text, analysis.everything()) == text
 
 
 def test_saved_runs_were_made_with_the_code_that_is_here():
@@ -103,14 +102,13 @@ def tiny(tmp_path, monkeypatch):
     """An experiment of a few seconds, whose runs go to a folder of their own."""
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     monkeypatch.setattr(run, "SAVED", tmp_path / "runs.json")
-    run.save({"pilots": {}})
+    run.save({})
     settings = {"steps": 6, "eval_every": 2, "prompts_per_step": 4, "group_size": 4}
     settings |= {"max_completion_tokens": 8}
     arms = {"grpo-skip": 1e-4, "dppo (0.7, 0.7)": 1e-4}
     only_one = {"dppo (0.7, 0.7)": {"seeds": 1}}
-    monkeypatch.setattr(
-        run, "EXPERIMENTS", {"tiny": run.Experiment("tiny", settings, arms, 2, only_one)}
-    )
+    experiment = run.Experiment("tiny", settings, arms, 2, only_one)
+    monkeypatch.setattr(run, "EXPERIMENTS", {"tiny": experiment})
     monkeypatch.setattr(run, "PILOTS", {"tiny": (1e-4, 2e-4)})
 
     def load_tiny(config):
@@ -142,14 +140,13 @@ def test_a_run_is_made_once_saved_and_compared(tiny, monkeypatch, capsys):
     assert f"saved: {saved['curve']}" in capsys.readouterr().out
 
 
-def test_a_pilot_is_shorter_and_saves_mean_accuracies(tiny, monkeypatch):
-    for each in run.pilot_of("tiny"):
-        main(monkeypatch, "tiny", *each)
-    main(monkeypatch, "gather")
-    assert list(run.load()) == ["pilots"]
-    found = run.load()["pilots"]["tiny"]["dppo (0.7, 0.7)"]
-    curve = run.make_run("tiny", 301, "dppo (0.7, 0.7)", 2e-4)["curve"]
-    assert [point[0] for point in curve] == [0, 2] and found["0.0002"][1] == curve[1][3]
+def test_a_pilot_is_shorter_and_prints_mean_accuracies(tiny, monkeypatch, capsys):
+    run_alone = run.make_run
+    monkeypatch.setattr(run, "make_all", lambda name, runs: [run_alone(name, *one) for one in runs])
+    main(monkeypatch, "tiny", "pilot")
+    [first, second] = run.make_run("tiny", 301, "dppo (0.7, 0.7)", 2e-4)["curve"]  # of two steps
+    told = f"seed 301, dppo (0.7, 0.7), 0.0002: mean accuracy {second[3]:.3f}"
+    assert second[0] == 2 and told in capsys.readouterr().out
 
 
 def test_a_checksum_is_of_code_and_settings(tiny, monkeypatch):
