@@ -38,6 +38,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "runs" / "experiments"
 METHODS = {"our rule": "extras.proportional:Proportional", "random": "extras.rivals:Uniform"}
 METHODS |= {"all weights 1": "extras.rivals:WeightOne", "unweighted": "extras.rivals:Unweighted"}
 METHODS |= {name: f"extras.rivals:{name}" for name in ("Literal", "CPPO", "GRESO")}
+METHODS["grpo-skip at 5e-5"] = "grpo-skip"
 
 
 def settings_of_arm(arm):
@@ -64,11 +65,11 @@ OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
 
-DIGITS = {"grpo": 5e-5, "grpo-skip": 5e-5, "random (0, 0.7)": 5e-5}
-DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
+DIGITS = {"grpo": 1e-4, "grpo-skip": 1e-4, "grpo-skip at 5e-5": 5e-5, "random (0, 0.7)": 5e-5}
+DIGITS |= {"dppo (0, 0.7)": 1e-4, "dppo (0.7, 0.7)": 5e-5}
 DIGITS |= {"our rule (0, 0.7)": 5e-5, "our rule (0.9, 0.7)": 5e-5}
-RIVALS = {"all weights 1 (0.7, 0.7)": 5e-5, "Literal (0.7, 0.7)": 5e-5}
-RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 5e-5}
+RIVALS = {"all weights 1 (0.7, 0.7)": 1e-4, "Literal (0.7, 0.7)": 5e-5}
+RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 2e-4}
 SUMS = {"grpo": 2e-4, "grpo-skip": 2e-4, "random (0, 0.7)": 2e-4}
 SUMS |= {"dppo (0, 0.7)": 2e-4, "dppo (0, 0.9)": 2e-4, "dppo (0.7, 0.7)": 2e-4}
 SUMS |= {"our rule (0, 0.7)": 2e-4, "our rule (0.9, 0.7)": 2e-4}
