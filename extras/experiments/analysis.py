@@ -25,7 +25,7 @@ from extras.experiments.run import EXPERIMENTS, load
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 CLOCKS = {"steps": 0, "seconds": 1}  # columns of a curve
-LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.60, 0.65)}
+LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.62, 0.66)}
 EPOCHS = 10 * 1024  # candidates in ten epochs of digits
 
 # What is compared beside each arm with the control:
@@ -33,6 +33,7 @@ OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
 PAIRS = [(PAPER, "random (0, 0.7)"), (OURS, PAPER), (OURS, "dppo (0, 0.9)")]
 PAIRS += [("our rule (0.9, 0.7)", "dppo (0.7, 0.7)"), ("dppo (0.7, 0.7)", PAPER)]
 PAIRS += [("our rule (0.9, 0.7)", OURS), ("our rule (0, 0.85)", OURS)]
+PAIRS += [("all weights 1 (0.7, 0.7)", "dppo (0.7, 0.7)")]
 
 # `short` is the share of pairs in which a run never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
@@ -67,7 +68,8 @@ def after_epochs(run):
     """The seconds, the steps and the accuracy when EPOCHS candidates have passed."""
     columns = np.array(run["curve"]).T
     steps, seconds, candidates, accuracies = columns[:4]
-    return [np.interp(EPOCHS, candidates, column) for column in (seconds, steps, accuracies)]
+    columns = (seconds, steps, accuracies)
+    return [np.interp(EPOCHS, candidates, column, right=np.nan) for column in columns]
 
 
 # ==== Two runs ====
@@ -112,12 +114,15 @@ def time_ratio(level, clock, arm, control):
 
 
 def by_chance(measure, control, splits=1000):
-    """What two halves of the control's runs differ by, at most, in 95% of random splits (A/A)."""
+    """What as many pairs of runs as the control has would differ by, at most, in 95% of cases, if
+    all were runs of the control (A/A). It is found by splitting its runs into halves at random.
+    (A half has half as many runs, so it differs by sqrt(2) times as much.)"""
     runs = [*control.values()]
     values = np.array([[measure(run, other) for other in runs] for run in runs])
     rng = np.random.default_rng(0)
     halves = [np.split(rng.permutation(len(runs)), 2) for _ in range(splits)]
-    return np.quantile([abs(values[one, other].mean()) for one, other in halves], 0.95)
+    differences = [abs(values[one, other].mean()) for one, other in halves]
+    return np.quantile(differences, 0.95) / np.sqrt(2)
 
 
 # ==== Tables ====
@@ -153,60 +158,73 @@ def comparison(name, arm, control):
     return [*seconds, ", ".join(middles), cell(compared(gap, arm, control), signed)]
 
 
-def by_chance_cells(name, control):
-    """The same cells, for two halves of one arm."""
+def by_chance_row(task, control):
     cells = []
     for clock in ("seconds", "steps"):
-        for level in LEVELS[name]:
+        for level in LEVELS[task]:
             most = np.exp(by_chance(partial(log_ratio, level, clock), control))
             cells.append(f"{1 / most:.2f}–{most:.2f}")
-    return [*cells[:2], ", ".join(cells[2:]), f"±{by_chance(gap, control):.3f}"]
+    gaps = f"±{by_chance(gap, control):.3f}"
+    return [task, "`grpo-skip` over itself (A/A)", *cells[:2], ", ".join(cells[2:]), gaps]
+
+
+def controls_table(name, saved):
+    """What the log of the control shows."""
+    columns = {"equal": "groups of equal rewards", "rollout": "rollouts' share of the time"}
+    columns |= {"trained": "completions trained", "clipped": "steps clipped"}
+    rows = [["task", *columns.values(), "accuracy"]]
+    for task in [task for task in LEVELS if task in saved]:
+        runs = saved[task]["grpo-skip"]
+        shares = [f"{mean_of(runs, itemgetter(column)):.0%}" for column in columns]
+        curve = np.mean([curve_of(run, "steps")[1] for run in runs.values()], axis=0)
+        rows.append([task, *shares, f"{curve[0]:.2f} to {curve[-1]:.2f}"])
+    return rows
 
 
 def task_table(name, saved):
-    """All arms over the control, and two halves of the control."""
+    """All arms over the control."""
     arms = saved[name]
     names = [f"seconds to {level:.2f}" for level in LEVELS[name]]
-    rows = [["method", "rate", "trained", "seconds", *names, "steps to both", "gap"]]
+    rows = [["method", "rate", "trained", "seconds a step", *names, "steps to both", "gap"]]
     control = arms["grpo-skip"]
 
     def seconds(run):
         return length(run, "seconds") / length(run, "steps")
 
     for arm, runs in arms.items():
-        rate = EXPERIMENTS[name].arms[arm]
-        trained = mean_of(runs, itemgetter("trained"))
-        of_step = mean_of(runs, seconds) / mean_of(control, seconds)
-        row = [method(arm), f"{rate:g}", f"{trained:.0%}", f"{of_step:.2f}"]
-        others = by_chance_cells(name, control)
         if runs is not control:
-            others = comparison(name, runs, control)
-        rows.append(row + others)
+            rate = EXPERIMENTS[name].arms[arm]
+            trained = mean_of(runs, itemgetter("trained"))
+            of_step = np.mean([seconds(runs[seed]) / seconds(control[seed]) for seed in runs])
+            row = [method(arm), f"{rate:g}", f"{trained:.0%}", f"{of_step:.2f}"]
+            rows.append([*row, *comparison(name, runs, control)])
     return rows
 
 
 def pairs_table(name, saved):
-    """Arms over others than the control, on all tasks."""
-    rows = [["task", "over one another", "seconds to two levels", "", "steps", "gap"]]
+    """Arms over others than the control, and chance."""
+    rows = [["task", "one over another", "seconds to two levels", "", "steps to both", "gap"]]
     for task in LEVELS:
+        arms = saved.get(task, {})
         for arm, other in PAIRS:
-            if {arm, other} <= saved.get(task, {}).keys():
-                cells = comparison(task, saved[task][arm], saved[task][other])
+            if {arm, other} <= arms.keys():
+                cells = comparison(task, arms[arm], arms[other])
                 rows.append([task, f"{method(arm)} over {method(other)}", *cells])
+        if arms:
+            rows.append(by_chance_row(task, arms["grpo-skip"]))
     return rows
 
 
 def epochs_table(name, saved):
     """When ten epochs of candidates have passed."""
     arms = saved["digits"]
-    columns = {}
+    rows = [["method", "steps", "seconds over `grpo`'s", "accuracy", "minus `grpo-skip`'s"]]
     for arm, runs in arms.items():
-        columns[arm] = np.mean([*map(after_epochs, runs.values())], axis=0)
-    rows = [["method", "steps", "seconds over `grpo`'s", "accuracy minus `grpo-skip`'s"]]
-    for arm, (seconds, steps, _) in columns.items():
-        ratio = seconds / columns["grpo"][0]
-        difference = compared(more_accurate, arms[arm], arms["grpo-skip"])
-        rows.append([method(arm), f"{steps:.0f}", f"{ratio:.2f}", cell(difference, signed)])
+        found = {seed: after_epochs(run) for seed, run in runs.items()}
+        _, steps, accuracy = np.mean([*found.values()], axis=0)
+        ratios = [found[seed][0] / after_epochs(run)[0] for seed, run in arms["grpo"].items()]
+        row = [method(arm), f"{steps:.0f}", f"{stats.gmean(ratios):.2f}", f"{accuracy:.3f}"]
+        rows.append([*row, cell(compared(more_accurate, runs, arms["grpo-skip"]), signed)])
     return rows
 
 
@@ -240,7 +258,7 @@ def noise_table(name, saved):
     return rows
 
 
-TABLES = {"pairs": pairs_table, "equal epochs": epochs_table}
+TABLES = {"controls": controls_table, "pairs": pairs_table, "equal epochs": epochs_table}
 TABLES |= {"noise": noise_table, "guess or pass": guesses_table}
 TABLES |= dict.fromkeys(LEVELS, task_table)
 

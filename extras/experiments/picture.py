@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
 from extras import plots
 from extras.experiments import noise
-from extras.experiments.analysis import LEVELS, everything, time_ratio
+from extras.experiments.analysis import LEVELS, MOST_SHORT, everything, time_ratio
 from extras.notebook_tools import graded
 
 HERE = Path(__file__).parent
@@ -60,16 +60,19 @@ def draw_times(fig, saved, colours):
     ax.axvline(1, color=colours["grpo-skip"], linewidth=3)
     tasks = [name for name in LEVELS if name in saved]
     for offset, (arm, (label, colour)) in enumerate(SHOWN.items()):
+        style = {"color": colours[colour], "fmt": "o", "markersize": 13, "elinewidth": 4}
         for row, name in enumerate(tasks):
             arms = saved[name]
             ratio = time_ratio(LEVELS[name][1], "seconds", arms[arm], arms["grpo-skip"])
-            place = row + 0.25 * (offset - 1)
-            style = {"color": colours[colour], "linewidth": 4}
-            ax.plot([ratio.low, ratio.high], [place, place], **style)
-            ax.plot(
-                ratio.middle, place, "o", markersize=13, **style, label=label if row == 0 else ""
-            )
-    ax.set(xlabel="time over grpo-skip's", yticks=range(len(tasks)), yticklabels=tasks)
+            if ratio.short <= MOST_SHORT:
+                ends = [[ratio.middle - ratio.low], [ratio.high - ratio.middle]]
+                ax.errorbar(
+                    ratio.middle, row + 0.25 * (offset - 1), xerr=ends, label=label, **style
+                )
+                label = None  # only once
+    labels = [f"{name},\nto {LEVELS[name][1]:.2f}" for name in tasks]
+    ax.set(yticks=range(len(tasks)), yticklabels=labels)
+    ax.set_title("CPU time to an accuracy, over grpo-skip's")
     ax.invert_yaxis()
     fig.legend(loc="outside lower center", ncols=3)
 

@@ -38,7 +38,6 @@ FOLDER = Path(__file__).resolve().parents[2] / "runs" / "experiments"
 METHODS = {"our rule": "extras.proportional:Proportional", "random": "extras.rivals:Uniform"}
 METHODS |= {"all weights 1": "extras.rivals:WeightOne", "unweighted": "extras.rivals:Unweighted"}
 METHODS |= {name: f"extras.rivals:{name}" for name in ("Literal", "CPPO", "GRESO")}
-METHODS["grpo-skip at 5e-5"] = "grpo-skip"
 
 
 def settings_of_arm(arm):
@@ -61,14 +60,14 @@ OF_DIGITS = {"steps": 320, "eval_every": 16}
 OF_SUMS = OF_DIGITS | {"temperature": 0.7, "max_completion_tokens": 8, "max_grad_norm": 10.0}
 OF_SMOLLM2 = {"steps": 40, "eval_every": 4, "prompts_per_step": 8, "max_completion_tokens": 8}
 OF_SMOLLM2 |= {"temperature": 1.0, "max_grad_norm": 10.0}
-OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2}
+OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2, "warmup_steps": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
 
-DIGITS = {"grpo": 1e-4, "grpo-skip": 1e-4, "grpo-skip at 5e-5": 5e-5, "random (0, 0.7)": 5e-5}
-DIGITS |= {"dppo (0, 0.7)": 1e-4, "dppo (0.7, 0.7)": 5e-5}
+DIGITS = {"grpo": 5e-5, "grpo-skip": 5e-5, "random (0, 0.7)": 5e-5}
+DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
 DIGITS |= {"our rule (0, 0.7)": 5e-5, "our rule (0.9, 0.7)": 5e-5}
-RIVALS = {"all weights 1 (0.7, 0.7)": 1e-4, "Literal (0.7, 0.7)": 5e-5}
+RIVALS = {"all weights 1 (0.7, 0.7)": 5e-5, "Literal (0.7, 0.7)": 5e-5}
 RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 2e-4}
 SUMS = {"grpo": 2e-4, "grpo-skip": 2e-4, "random (0, 0.7)": 2e-4}
 SUMS |= {"dppo (0, 0.7)": 2e-4, "dppo (0, 0.9)": 2e-4, "dppo (0.7, 0.7)": 2e-4}
@@ -80,7 +79,7 @@ GUESSES = dict.fromkeys([*GUESSES, "CPPO (0, 0.7)"], 1e-4)
 
 FOUR = {"grpo": {"seeds": 4}}
 SIX = {arm: {"seeds": 6} for arm in RIVALS}
-SIX["GRESO"] |= {"steps": 48, "eval_every": 3}  # its steps are some five times as long
+SIX["GRESO"] |= {"steps": 48, "eval_every": 3, "warmup_steps": 2}  # its steps are long
 EXPERIMENTS = {
     "sums": Experiment("sums", OF_SUMS, SUMS, 8, FOUR),
     "digits": Experiment("digits", OF_DIGITS, DIGITS | RIVALS, 8, FOUR | SIX),
@@ -93,11 +92,16 @@ PILOTS["SmolLM2"] = (2.5e-6, 5e-6, 1e-5)
 
 
 def runs_of(name):
-    """All (seed, arm) of an experiment. Seeds are the outer loop, so that all arms of a seed meet
-    the same conditions."""
+    """All (seed, arm) of an experiment. Seeds are the outer loop, and each begins with another arm,
+    so that all arms meet the same conditions."""
     _, _, arms, most, special = EXPERIMENTS[name]
-    seeds = {arm: special.get(arm, {}).get("seeds", most) for arm in arms}
-    return [(40 + n, arm) for n in range(most) for arm in arms if n < seeds[arm]]
+    runs = []
+    for n in range(most):
+        first = n % len(arms)
+        for arm in [*arms][first:] + [*arms][:first]:
+            if n < special.get(arm, {}).get("seeds", most):
+                runs.append((40 + n, arm))
+    return runs
 
 
 def pilot_of(name):
@@ -161,7 +165,7 @@ def checksum(name, *run):
     `trained`, its rule and its task lead to. Comments and docstrings do not count."""
     config = dppo.configure(**settings_of(name, *run))
     nodes = {}
-    for module in (dppo, proportional, rivals, tasks, sys.modules[__name__]):
+    for module in (sys.modules[__name__], dppo, proportional, rivals, tasks):
         for node in ast.parse(inspect.getsource(module)).body:
             names = [getattr(target, "id", "") for target in getattr(node, "targets", [])]
             nodes |= dict.fromkeys(names or [getattr(node, "name", "")], node)
@@ -194,10 +198,11 @@ def make_run(name, *run):
     """A run, which is made only once."""
     path = path_of(name, *run)
     if not path.exists():
+        made_with = checksum(name, *run)
         config = dppo.configure(**settings_of(name, *run))
         task = tasks.TASKS[EXPERIMENTS[name].task](config)
         rule = dppo.find("method", config.method, dppo.RULES)(config, task.train)
-        result = trained(task, rule) | {"made with": checksum(name, *run)}
+        result = trained(task, rule) | {"made with": made_with}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result))
     return json.loads(path.read_text())
@@ -240,8 +245,7 @@ def save(runs):
 
 
 def made_otherwise():
-    """The saved (experiment, arm, seed) that were made with other code or settings than those that
-    are here."""
+    """The saved (experiment, arm, seed) that were made with other code or settings than today's."""
     found = []
     for name in EXPERIMENTS:
         for arm, runs in load().get(name, {}).items():
@@ -256,7 +260,7 @@ def main():
     if name == "gather":
         gather()
     elif name == "check":
-        sys.exit(f"made with other code: {made_otherwise()}" if made_otherwise() else None)
+        sys.exit(str(made_otherwise() or "All runs were made with the code that is here."))
     elif name in EXPERIMENTS and not run:
         make_all(name, runs_of(name))
     elif name in PILOTS and run == ["pilot"]:

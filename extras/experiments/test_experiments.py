@@ -75,10 +75,11 @@ def test_gaps_count_until_the_shorter_run_ends():
 
 def test_chance_is_what_halves_of_the_control_differ_by():
     # Of 0, 0, 0 and 1, every half has a mean that is 0.5 from the other's; of 0, 1, 1 and 4, two in
-    # three pairs of halves differ by 1, and one by 2.
+    # three pairs of halves differ by 2, and one by 1.
     for values, most in (([0, 0, 0, 1], 0.5), ([0, 1, 1, 4], 2)):
         control = arm(*([value] * 3 for value in values))
-        assert analysis.by_chance(analysis.gap, control) == pytest.approx(most)
+        found = analysis.by_chance(analysis.gap, control)
+        assert found == pytest.approx(most / math.sqrt(2))
 
 
 def test_epochs_end_between_evaluations():
