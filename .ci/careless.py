@@ -256,9 +256,9 @@ CHANGES = r"""
 - rollout.w_q[:, None] * rollout.A.abs()
 # a completion's score without its prompt's weight
 + rollout.A.abs()
-- (1 - x.double().exp()).norm()
+- (1 - logprobs.double().exp()).norm(dim=1)
 # likely tokens count instead of surprising ones
-+ x.double().exp().norm()
++ logprobs.double().exp().norm(dim=1)
 - (c * scores).clamp(least, 1.0)
 # a pi without a floor
 + (c * scores).clamp(max=1.0)

@@ -17,12 +17,17 @@ ROOT = Path(dppo.__file__).parent
 CLAIMS = """
 totals = {name: tools.totals(run) for name, run in runs.items()}
 taught = {name: tools.teaching(run.steps).double().mean() for name, run in runs.items()}
-assert taught["grpo-skip"] < 0.3 and equal > 0.7
+assert taught["grpo-skip"] < 0.3
 assert min(taught["dppo"], taught["our rule"]) > 1.3 * taught["grpo-skip"]
 assert totals["dppo"]["candidates"] > 1.5 * totals["grpo-skip"]["candidates"]
 assert totals["our rule"]["rolled out"] < 0.8 * totals["grpo-skip"]["rolled out"]
 assert all(run.curve[-1][1] > run.curve[0][1] + 0.1 for run in runs.values())
-assert all(same) and round(estimates.mean().item(), 1) == 2 and 16 / worth < 12
+assert all(same) and round(estimates.mean().item(), 1) == 2 and len({*estimates[:4].tolist()}) > 1
+
+assert 0 < added < 0.6 and noise_of_prompts(s2[rest], pi_q[rest]) < 1.2
+assert here["random"] > 1.2 * here["|A|"] and here["|A|"] > 1.5 * here["|A| × surprise"]
+correlations = [torch.corrcoef(torch.stack([norms, x]))[0, 1] for x in guesses.values()]
+assert correlations[1] > correlations[0] + 0.1
 
 chance = tools.degrees_by_chance(weights["dppo"], g)
 turned = {name: tools.degrees(w.mean(dim=0) @ g, full) for name, w in weights.items()}

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import namedtuple
 from functools import partial
+from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from extras.experiments import noise
 from extras.experiments.run import EXPERIMENTS, load
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-CLOCKS = {"steps": 0, "seconds": 1}  # columns of a curve
+CLOCKS = {"seconds": 1, "steps": 0}  # columns of a curve
 LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.62, 0.66)}
 EPOCHS = 10 * 1024  # candidates in ten epochs of digits
 
@@ -81,9 +82,9 @@ def log_ratio(level, clock, run, other):
     return np.log(times[0] / times[1])
 
 
-def gap(run, other, clock="seconds"):
+def gap(clock, run, other):
     """The mean difference of accuracies at the evaluations of the second run, until the shorter
-    run ends."""
+    run ends by this clock."""
     times, accuracies = curve_of(other, clock)
     differences = np.interp(times, *curve_of(run, clock)) - accuracies
     return differences[times <= length(run, clock)].mean()
@@ -113,16 +114,18 @@ def time_ratio(level, clock, arm, control):
     return Estimate(*bounds, np.isnan(times).any(axis=1).mean())
 
 
-def by_chance(measure, control, splits=1000):
+def by_chance(measure, control):
     """What as many pairs of runs as the control has would differ by, at most, in 95% of cases, if
-    all were runs of the control (A/A). It is found by splitting its runs into halves at random.
-    (A half has half as many runs, so it differs by sqrt(2) times as much.)"""
+    all were runs of the control (A/A). It is found from all splits of its runs into two halves. (A
+    half has half as many runs, so it differs by sqrt(2) times as much.)"""
     runs = [*control.values()]
     values = np.array([[measure(run, other) for other in runs] for run in runs])
-    rng = np.random.default_rng(0)
-    halves = [np.split(rng.permutation(len(runs)), 2) for _ in range(splits)]
-    differences = [abs(values[one, other].mean()) for one, other in halves]
-    return np.quantile(differences, 0.95) / np.sqrt(2)
+    rows = range(len(runs))
+    differences = []
+    for half in combinations(rows, len(runs) // 2):
+        others = [row for row in rows if row not in half]
+        differences.append(abs(values[np.ix_(half, others)].mean()))
+    return np.quantile(differences, 0.95, method="higher") / np.sqrt(2)
 
 
 # ==== Tables ====
@@ -148,24 +151,21 @@ def mean_of(arm, value):
     return np.mean([value(run) for run in arm.values()])
 
 
+GAPS = [f"gap at equal {clock}" for clock in CLOCKS]
+
+
 def comparison(name, arm, control):
-    """Cells: the seconds to both levels, the steps to both, and the gap at equal seconds."""
-    seconds, steps = [
-        [cell(time_ratio(level, clock, arm, control)) for level in LEVELS[name]]
-        for clock in ("seconds", "steps")
-    ]
-    middles = [text.split(" (")[0] for text in steps]
-    return [*seconds, ", ".join(middles), cell(compared(gap, arm, control), signed)]
+    """Cells: the seconds to both levels, and the gaps at equal seconds and at equal steps."""
+    ratios = [time_ratio(level, "seconds", arm, control) for level in LEVELS[name]]
+    gaps = [compared(partial(gap, clock), arm, control) for clock in CLOCKS]
+    return [*map(cell, ratios), *(cell(x, signed) for x in gaps)]
 
 
 def by_chance_row(task, control):
-    cells = []
-    for clock in ("seconds", "steps"):
-        for level in LEVELS[task]:
-            most = np.exp(by_chance(partial(log_ratio, level, clock), control))
-            cells.append(f"{1 / most:.2f}–{most:.2f}")
-    gaps = f"±{by_chance(gap, control):.3f}"
-    return [task, "`grpo-skip` over itself (A/A)", *cells[:2], ", ".join(cells[2:]), gaps]
+    ratios = [np.exp(by_chance(partial(log_ratio, x, "seconds"), control)) for x in LEVELS[task]]
+    gaps = [by_chance(partial(gap, clock), control) for clock in CLOCKS]
+    cells = [f"{1 / ratio:.2f}–{ratio:.2f}" for ratio in ratios] + [f"±{x:.3f}" for x in gaps]
+    return [task, "`grpo-skip` over itself (A/A)", *cells]
 
 
 def controls_table(name, saved):
@@ -185,7 +185,7 @@ def task_table(name, saved):
     """All arms over the control."""
     arms = saved[name]
     names = [f"seconds to {level:.2f}" for level in LEVELS[name]]
-    rows = [["method", "rate", "trained", "seconds a step", *names, "steps to both", "gap"]]
+    rows = [["method", "rate", "trained", "seconds a step", *names, *GAPS]]
     control = arms["grpo-skip"]
 
     def seconds(run):
@@ -203,7 +203,7 @@ def task_table(name, saved):
 
 def pairs_table(name, saved):
     """Arms over others than the control, and chance."""
-    rows = [["task", "one over another", "seconds to two levels", "", "steps to both", "gap"]]
+    rows = [["task", "one over another", "seconds to two levels", "", *GAPS]]
     for task in LEVELS:
         arms = saved.get(task, {})
         for arm, other in PAIRS:

@@ -4,6 +4,7 @@ python -m pytest -q extras/experiments
 """
 
 import math
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_a_run_gains_nothing_by_being_evaluated_more_often():
 
 def test_gaps_count_until_the_shorter_run_ends():
     def gap(arm, control):
-        return analysis.compared(analysis.gap, arm, control).middle
+        return analysis.compared(partial(analysis.gap, "seconds"), arm, control).middle
 
     assert gap(arm([0.5] * 3, [0.6] * 3), arm([0.4] * 9, [0.4] * 9)) == pytest.approx(0.15)
     rising = arm([0.0, 1.0], [0.0, 1.0])  # on average, 0.5 until it ends
@@ -75,10 +76,10 @@ def test_gaps_count_until_the_shorter_run_ends():
 
 def test_chance_is_what_halves_of_the_control_differ_by():
     # Of 0, 0, 0 and 1, every half has a mean that is 0.5 from the other's; of 0, 1, 1 and 4, two in
-    # three pairs of halves differ by 2, and one by 1.
+    # three splits have halves that differ by 2, and one by 1.
     for values, most in (([0, 0, 0, 1], 0.5), ([0, 1, 1, 4], 2)):
         control = arm(*([value] * 3 for value in values))
-        found = analysis.by_chance(analysis.gap, control)
+        found = analysis.by_chance(partial(analysis.gap, "steps"), control)
         assert found == pytest.approx(most / math.sqrt(2))
 
 
