@@ -27,7 +27,7 @@ STATES = {"no gradient (A = 0)": "0.82", "pruned": "#A6CEE8", "kept": "#0072B2"}
 # One colour for a method, wherever it is drawn; "other" is for a reader's own. (On a dark page,
 # grpo-skip is as light as text.)
 COLOURS = {"grpo": "0.55", "grpo-skip": "0.15", "dppo": "#D55E00", "our rule": "#009E73"}
-COLOURS |= {"unweighted": "#8C510A", "all weights 1": "#8C510A"}
+COLOURS |= {"unweighted": "#7B3294", "all weights 1": "#7B3294"}
 COLOURS |= {"Literal": "#0072B2", "other": "#CC79A7"}
 
 

@@ -223,8 +223,9 @@ def epochs_table(name, saved):
         found = {seed: after_epochs(run) for seed, run in runs.items()}
         _, steps, accuracy = np.mean([*found.values()], axis=0)
         ratios = [found[seed][0] / after_epochs(run)[0] for seed, run in arms["grpo"].items()]
+        difference = cell(compared(more_accurate, runs, arms["grpo-skip"]), signed)
         row = [method(arm), f"{steps:.0f}", f"{stats.gmean(ratios):.2f}", f"{accuracy:.3f}"]
-        rows.append([*row, cell(compared(more_accurate, runs, arms["grpo-skip"]), signed)])
+        rows.append([*row, difference if arm != "grpo-skip" else ""])
     return rows
 
 

@@ -250,7 +250,7 @@ def made_otherwise():
     for name in EXPERIMENTS:
         for arm, runs in load().get(name, {}).items():
             here = checksum(name, 0, arm)
-            found += [(name, arm, seed) for seed in runs if runs[seed]["made with"] != here]
+            found += [(name, arm, seed) for seed in runs if runs[seed].get("made with") != here]
     return found
 
 
