@@ -22,7 +22,7 @@ from scipy import optimize, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from extras.experiments import noise
-from extras.experiments.run import EXPERIMENTS, load
+from extras.experiments.run import load
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 CLOCKS = {"seconds": 1, "steps": 0}  # columns of a curve
@@ -129,17 +129,17 @@ def by_chance(measure, control):
 
 
 # ==== Tables ====
-def signed(value):
-    return f"{value:+.3f}".replace("-", "−")
+def signed(estimate):
+    """+0.016 ±0.007: a difference, whose t-interval is symmetric."""
+    return f"{estimate.middle:+.3f} ±{estimate.high - estimate.middle:.3f}".replace("-", "−")
 
 
-def cell(estimate, show="{:.2f}".format):
+def cell(estimate):
     """0.81 (0.76–0.86), or only how many never got there, if they are too many."""
     middle, low, high, short = estimate
     if short > MOST_SHORT:
         return f"{short:.0%} never"
-    to = " to " if show is signed else "–"
-    return f"{show(middle)} ({show(low)}{to}{show(high)})"
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
 def method(arm):
@@ -158,7 +158,7 @@ def comparison(name, arm, control):
     """Cells: the seconds to both levels, and the gaps at equal seconds and at equal steps."""
     ratios = [time_ratio(level, "seconds", arm, control) for level in LEVELS[name]]
     gaps = [compared(partial(gap, clock), arm, control) for clock in CLOCKS]
-    return [*map(cell, ratios), *(cell(x, signed) for x in gaps)]
+    return [*map(cell, ratios), *map(signed, gaps)]
 
 
 def by_chance_row(task, control):
@@ -185,7 +185,7 @@ def task_table(name, saved):
     """All arms over the control."""
     arms = saved[name]
     names = [f"seconds to {level:.2f}" for level in LEVELS[name]]
-    rows = [["method", "rate", "trained", "seconds a step", *names, *GAPS]]
+    rows = [["method", "trained", "seconds a step", *names, *GAPS]]
     control = arms["grpo-skip"]
 
     def seconds(run):
@@ -193,10 +193,9 @@ def task_table(name, saved):
 
     for arm, runs in arms.items():
         if runs is not control:
-            rate = EXPERIMENTS[name].arms[arm]
             trained = mean_of(runs, itemgetter("trained"))
             of_step = np.mean([seconds(runs[seed]) / seconds(control[seed]) for seed in runs])
-            row = [method(arm), f"{rate:g}", f"{trained:.0%}", f"{of_step:.2f}"]
+            row = [method(arm), f"{trained:.0%}", f"{of_step:.2f}"]
             rows.append([*row, *comparison(name, runs, control)])
     return rows
 
@@ -223,7 +222,7 @@ def epochs_table(name, saved):
         found = {seed: after_epochs(run) for seed, run in runs.items()}
         _, steps, accuracy = np.mean([*found.values()], axis=0)
         ratios = [found[seed][0] / after_epochs(run)[0] for seed, run in arms["grpo"].items()]
-        difference = cell(compared(more_accurate, runs, arms["grpo-skip"]), signed)
+        difference = signed(compared(more_accurate, runs, arms["grpo-skip"]))
         row = [method(arm), f"{steps:.0f}", f"{stats.gmean(ratios):.2f}", f"{accuracy:.3f}"]
         rows.append([*row, difference if arm != "grpo-skip" else ""])
     return rows
@@ -241,7 +240,7 @@ def guesses_table(name, saved):
 
 
 def noise_table(name, saved):
-    """The noise that pruning adds with each score: of draws in order, and in a random order."""
+    """The noise that pruning adds with each score, by draws in order."""
     head = ["task", "the paper's rule", "random, as many"]
     _, *scores = noise.SCORES  # without random
     columns = [(score, share) for share in (0.5, 0.3) for score in scores]
@@ -252,7 +251,7 @@ def noise_table(name, saved):
             values = [[b["paper's rule"] for b in batches]]
             values += [[b["random, paper's share"] for b in batches]]
             values += [[b[score][str(share)] for b in batches] for score, share in columns]
-            cells = ["{:.2f} ({:.2f})".format(*np.mean(value, axis=0)) for value in values]
+            cells = [f"{np.mean(value, axis=0)[0]:.2f}" for value in values]
             share = np.mean([b["paper's share"] for b in batches])
             cells[0] = f"{share:.2f} kept: {cells[0]}"
             rows.append([f"{task}, {moment}", *cells])
