@@ -260,7 +260,9 @@ def main():
     if name == "gather":
         gather()
     elif name == "check":
-        sys.exit(str(made_otherwise() or "All runs were made with the code that is here."))
+        found = made_otherwise()
+        print(found or "All runs were made with the code that is here.")
+        sys.exit(bool(found))
     elif name in EXPERIMENTS and not run:
         make_all(name, runs_of(name))
     elif name in PILOTS and run == ["pilot"]:
