@@ -242,8 +242,6 @@ def table_of_times(saved):
     arms = {"random": "random (0, 0.7)", "`dppo` (0, 0.7)": PAPER, "our rule (0, 0.7)": OURS}
     rows = []
     for task, levels in LEVELS.items():
-        if task not in saved:
-            continue
         control = saved[task]["grpo-skip"]
         for level in levels:
             ratios = [

@@ -58,20 +58,19 @@ def draw_times(fig, saved, colours):
     """The time to the higher level over grpo-skip's, with its 95% interval, on each task."""
     ax = fig.subplots()
     ax.axvline(1, color=colours["grpo-skip"], linewidth=3)
-    tasks = [name for name in LEVELS if name in saved]
     for offset, (arm, (label, colour)) in enumerate(SHOWN.items()):
         style = {"color": colours[colour], "fmt": "o", "markersize": 13, "elinewidth": 4}
-        for row, name in enumerate(tasks):
+        for row, (name, (_, level)) in enumerate(LEVELS.items()):
             arms = saved[name]
-            ratio = time_ratio(LEVELS[name][1], "seconds", arms[arm], arms["grpo-skip"])
+            ratio = time_ratio(level, "seconds", arms[arm], arms["grpo-skip"])
             if ratio.short <= MOST_SHORT:
                 ends = [[ratio.middle - ratio.low], [ratio.high - ratio.middle]]
                 ax.errorbar(
                     ratio.middle, row + 0.25 * (offset - 1), xerr=ends, label=label, **style
                 )
                 label = None  # only once
-    labels = [f"{name},\nto {LEVELS[name][1]:.2f}" for name in tasks]
-    ax.set(yticks=range(len(tasks)), yticklabels=labels)
+    labels = [f"{name},\nto {level:.2f}" for name, (_, level) in LEVELS.items()]
+    ax.set(yticks=range(len(labels)), yticklabels=labels)
     ax.set_title("CPU time to an accuracy, over grpo-skip's")
     ax.invert_yaxis()
     fig.legend(loc="outside lower center", ncols=3)

@@ -52,9 +52,9 @@ def settings_of_arm(arm):
 
 # ==== Experiments ====
 # Runs are evaluated before they start, and every `eval_every` steps. `arms` has the learning rate
-# of each arm, which a pilot chose, and `special` what else differs in it. The seeds begin at 40.
-# The arm grpo-skip is the control.
-Experiment = namedtuple("Experiment", "task settings arms seeds special", defaults=[{}])
+# of each arm, which a pilot chose, and `fewer` the arms that have fewer seeds than `seeds`. The
+# seeds begin at 40. An experiment has the name of its task. The arm grpo-skip is the control.
+Experiment = namedtuple("Experiment", "settings arms seeds fewer", defaults=[{}])
 
 OF_DIGITS = {"steps": 320, "eval_every": 16}
 OF_SUMS = OF_DIGITS | {"temperature": 0.7, "max_completion_tokens": 8, "max_grad_norm": 10.0}
@@ -77,15 +77,13 @@ SMOLLM2 |= {"our rule (0, 0.7)": 5e-6, "our rule (0, 0.85)": 5e-6}
 GUESSES = ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted (0.7, 0.7)"]
 GUESSES = dict.fromkeys([*GUESSES, "CPPO (0, 0.7)"], 1e-4)
 
-FOUR = {"grpo": {"seeds": 4}}
-SIX = {arm: {"seeds": 6} for arm in RIVALS}
-SIX["GRESO"] |= {"steps": 48, "eval_every": 3, "warmup_steps": 2}  # its steps are long
 EXPERIMENTS = {
-    "sums": Experiment("sums", OF_SUMS, SUMS, 8, FOUR),
-    "digits": Experiment("digits", OF_DIGITS, DIGITS | RIVALS, 8, FOUR | SIX),
-    "guess or pass": Experiment("guess or pass", OF_GUESSES, GUESSES, 6),
-    "SmolLM2": Experiment("SmolLM2", OF_SMOLLM2, SMOLLM2, 6),
+    "sums": Experiment(OF_SUMS, SUMS, 8, {"grpo": 4}),
+    "digits": Experiment(OF_DIGITS, DIGITS | RIVALS, 8, {"grpo": 4} | dict.fromkeys(RIVALS, 6)),
+    "guess or pass": Experiment(OF_GUESSES, GUESSES, 6),
+    "SmolLM2": Experiment(OF_SMOLLM2, SMOLLM2, 6),
 }
+SPECIAL = {"GRESO": {"steps": 48, "eval_every": 3, "warmup_steps": 2}}  # its steps are long
 # A pilot takes the first 0.4 of the steps, with two other seeds and with these learning rates.
 PILOTS = {"sums": (1e-4, 2e-4, 4e-4), "digits": (2.5e-5, 5e-5, 1e-4)}
 PILOTS["SmolLM2"] = (2.5e-6, 5e-6, 1e-5)
@@ -94,12 +92,12 @@ PILOTS["SmolLM2"] = (2.5e-6, 5e-6, 1e-5)
 def runs_of(name):
     """All (seed, arm) of an experiment. Seeds are the outer loop, and each begins with another arm,
     so that all arms meet the same conditions."""
-    _, _, arms, most, special = EXPERIMENTS[name]
+    _, arms, most, fewer = EXPERIMENTS[name]
     runs = []
     for n in range(most):
         first = n % len(arms)
         for arm in [*arms][first:] + [*arms][:first]:
-            if n < special.get(arm, {}).get("seeds", most):
+            if n < fewer.get(arm, most):
                 runs.append((40 + n, arm))
     return runs
 
@@ -113,12 +111,11 @@ def pilot_of(name):
 
 def settings_of(name, seed, arm, rate=None):
     """The settings of a run or, with a learning rate, of a pilot's."""
-    _, settings, arms, _, special = EXPERIMENTS[name]
-    settings = settings | settings_of_arm(arm) | special.get(arm, {})
-    settings.pop("seeds", None)
+    experiment = EXPERIMENTS[name]
+    settings = experiment.settings | settings_of_arm(arm) | SPECIAL.get(arm, {})
     if rate:
         settings["steps"] = settings["steps"] * 2 // 5
-    return settings | {"seed": seed, "learning_rate": rate or arms[arm]}
+    return settings | {"seed": seed, "learning_rate": rate or experiment.arms[arm]}
 
 
 # ==== A run ====
@@ -172,7 +169,7 @@ def checksum(name, *run):
     # Of Config, its values and the table of objectives count, and not the help on them.
     nodes["Config"] = ast.parse("OBJECTIVES")
     rule = dppo.find("method", config.method, dppo.RULES)
-    missing = ["trained", "Config", rule.__name__, tasks.TASKS[EXPERIMENTS[name].task].__name__]
+    missing = ["trained", "Config", rule.__name__, tasks.TASKS[name].__name__]
     texts = set()
     while missing:
         node = nodes.pop(missing.pop(), ast.Pass())  # each only once
@@ -200,7 +197,7 @@ def make_run(name, *run):
     if not path.exists():
         made_with = checksum(name, *run)
         config = dppo.configure(**settings_of(name, *run))
-        task = tasks.TASKS[EXPERIMENTS[name].task](config)
+        task = tasks.TASKS[name](config)
         rule = dppo.find("method", config.method, dppo.RULES)(config, task.train)
         result = trained(task, rule) | {"made with": made_with}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,10 +244,10 @@ def save(runs):
 def made_otherwise():
     """The saved (experiment, arm, seed) that were made with other code or settings than today's."""
     found = []
-    for name in EXPERIMENTS:
-        for arm, runs in load().get(name, {}).items():
+    for name, arms in load().items():
+        for arm, runs in arms.items():
             here = checksum(name, 0, arm)
-            found += [(name, arm, seed) for seed in runs if runs[seed].get("made with") != here]
+            found += [(name, arm, seed) for seed in runs if runs[seed]["made with"] != here]
     return found
 
 

@@ -108,8 +108,7 @@ def tiny(tmp_path, monkeypatch):
     settings = {"steps": 6, "eval_every": 2, "prompts_per_step": 4, "group_size": 4}
     settings |= {"max_completion_tokens": 8}
     arms = {"grpo-skip": 1e-4, "dppo (0.7, 0.7)": 1e-4}
-    only_one = {"dppo (0.7, 0.7)": {"seeds": 1}}
-    experiment = run.Experiment("tiny", settings, arms, 2, only_one)
+    experiment = run.Experiment(settings, arms, 2, {"dppo (0.7, 0.7)": 1})
     monkeypatch.setattr(run, "EXPERIMENTS", {"tiny": experiment})
     monkeypatch.setattr(run, "PILOTS", {"tiny": (1e-4, 2e-4)})
 
