@@ -58,7 +58,7 @@ Experiment = namedtuple("Experiment", "settings arms seeds fewer", defaults=[{}]
 
 OF_DIGITS = {"steps": 320, "eval_every": 16}
 OF_SUMS = OF_DIGITS | {"temperature": 0.7, "max_completion_tokens": 8, "max_grad_norm": 10.0}
-OF_SMOLLM2 = {"steps": 40, "eval_every": 4, "prompts_per_step": 8, "max_completion_tokens": 8}
+OF_SMOLLM2 = {"steps": 40, "eval_every": 5, "prompts_per_step": 8, "max_completion_tokens": 8}
 OF_SMOLLM2 |= {"temperature": 1.0, "max_grad_norm": 10.0}
 OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2, "warmup_steps": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
@@ -72,8 +72,8 @@ RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 2e-4}
 SUMS = {"grpo": 2e-4, "grpo-skip": 2e-4, "random (0, 0.7)": 2e-4}
 SUMS |= {"dppo (0, 0.7)": 2e-4, "dppo (0, 0.9)": 2e-4, "dppo (0.7, 0.7)": 2e-4}
 SUMS |= {"our rule (0, 0.7)": 2e-4, "our rule (0.9, 0.7)": 2e-4}
-SMOLLM2 = {"grpo-skip": 5e-6, "random (0, 0.7)": 5e-6, "dppo (0, 0.7)": 5e-6}
-SMOLLM2 |= {"our rule (0, 0.7)": 5e-6, "our rule (0, 0.85)": 5e-6}
+SMOLLM2 = {"grpo-skip": 2.5e-6, "random (0, 0.7)": 2.5e-6, "dppo (0, 0.7)": 2.5e-6}
+SMOLLM2 |= {"our rule (0, 0.7)": 2.5e-6, "our rule (0, 0.85)": 5e-6}
 GUESSES = ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted (0.7, 0.7)"]
 GUESSES = dict.fromkeys([*GUESSES, "CPPO (0, 0.7)"], 1e-4)
 
