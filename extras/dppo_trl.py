@@ -1,8 +1,8 @@
 """DPPO for TRL 1.16: GRPOTrainer with a pruning rule of dppo.py.
 
-TRL shards models over several GPUs and generates with vLLM. Its rollout and its loss stay as they
-are. To use the trainer, put a script like this beside dppo.py and start it with `python` or
-`accelerate launch` (pip install trl==1.16.0):
+TRL shards models over several GPUs and generates with vLLM. Its rollout and the code of its loss
+stay as they are; advantages, rows and the divisor change. To use the trainer, put a script like
+this beside dppo.py and start it with `python` or `accelerate launch` (pip install trl==1.16.0):
 
     from extras.dppo_trl import DPPOTrainer
     from trl import GRPOConfig
@@ -18,8 +18,8 @@ The method may also be "extras.proportional:Proportional" or a rule of your own.
 gradient is the gradient of TRL's loss on all candidates, as long as `entropy_coef` and
 `top_entropy_quantile` keep their defaults. With loss_type dapo, which is TRL's default, the loss is
 divided by the number of all completions times max_completion_length, and not by the number of their
-tokens, which depends on the draw. So gradients are shorter than with GRPOTrainer, in proportion to
-the mean length. Eight things differ from dppo.py:
+tokens, which depends on the draw. So gradients are those of GRPOTrainer times the mean
+length over max_completion_length. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is the
@@ -38,7 +38,7 @@ the mean length. Eight things differ from dppo.py:
 7. A mixture of experts needs `router_aux_loss_coef=0`, because TRL's auxiliary loss for the router
    is a mean over the rows that are trained, and would be biased.
 8. A rule gets a Rollout without texts, and with log-probabilities only if TRL has them from
-   sampling, as with vLLM. Without them, Proportional keeps completions by |A| alone.
+   sampling, as with vLLM. Without them, Proportional keeps completions by w_q |A|/Z.
 
 So far it has run on CPUs only, in one process and in two.
 

@@ -21,7 +21,7 @@ CPPO (arXiv 2503.22342) keeps the k completions with the largest |A| of each gro
 mean over all kept completions, those with A = 0 included, as in its repository. (The repository
 averages over their tokens, whereas here every objective has its own Z. It also ranks the
 completions of a whole batch, where the tables of CPPO's paper count k of each group.) That paper
-fills the space of the pruned completions with more prompts: with k = 2 of 8, 128 prompts for a
+fills the space of the removed completions with more prompts: with k = 2 of 8, 128 prompts for a
 batch of 32.
 
 GRESO (arXiv 2506.02177) rolls out a prompt the less often, the more visits in a row its completions

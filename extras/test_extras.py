@@ -266,7 +266,7 @@ def test_added_noise_of_equal_gradients_is_that_of_their_number():
     """Of eight equal gradients, half are kept: always four, so their weighted sum is the same."""
     gram = torch.ones(8, 8).double()
     assert noise.added_noise(torch.full((8,), 0.5).double(), gram) == pytest.approx(0)
-    # Three or four of 3.6 are kept, each with the weight 8/3.6.
+    # On average 3.6 are kept, so three or four in each draw, each with the weight 8/3.6.
     pi = torch.full((8,), 0.45).double()
     variance = (0.6 * 0.4**2 + 0.4 * 0.6**2) * (1 / 0.45) ** 2
     assert noise.added_noise(pi, gram) == pytest.approx(variance / 8, rel=0.1)

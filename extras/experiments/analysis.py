@@ -113,9 +113,9 @@ def time_ratio(level, clock, arm, control):
 
 
 def by_chance(measure, control):
-    """What as many pairs of runs as the control has would differ by, at most, in 95% of cases, if
-    all were runs of the control (A/A). It is found from all splits of its runs into two halves. (A
-    half has half as many runs, so it differs by sqrt(2) times as much.)"""
+    """What two arms, each with as many runs as the control, would differ by at most, in 95% of
+    cases, if all were runs of the control (A/A). It is found from all splits of its runs into two
+    halves. (A half has half as many runs, so it differs by sqrt(2) times as much.)"""
     runs = [*control.values()]
     values = np.array([[measure(run, other) for other in runs] for run in runs])
     rows = range(len(runs))

@@ -11,7 +11,8 @@ alone, and w_i its weight. A rule adds the noise
 where E is over the draws; 2,000 of them stand for it. If the gradients are orthogonal, this is
 the sum of |g_i|^2 (1/pi_i - 1), over that of |g_i|^2.
 
-Each score keeps the same number of completions. Draws are made in two ways: in the order of dppo.py
+At a given share, each score keeps the same number of completions. The paper's rule keeps a share of
+its own, at which random is measured, too. Draws are made in two ways: in the order of dppo.py
 (group by group, and by A within a group), and in a random one.
 """
 
@@ -34,8 +35,8 @@ SCORES = {"random": "random", "A": "|A|", "A times surprise": "|A| × surprise"}
 SCORES |= {"gradient": "true |g|"}
 
 # How many batches are measured before training and, if `steps` is not 0, after so many steps of
-# grpo-skip; the number of prompts in a batch; and which gradients: of the parameters of every so
-# manieth layer, so that they fit into memory, or of all parameters (0).
+# grpo-skip; the number of prompts in a batch; and which gradients: of the parameters of every
+# n-th layer (n = `layers`), so that they fit into memory, or of all parameters (0).
 Setup = namedtuple("Setup", "batches steps prompts layers")
 SETUPS = {
     "sums": Setup(batches=16, steps=240, prompts=32, layers=0),
@@ -106,7 +107,7 @@ def measured(task, prompts, layers, config):
 
 
 def measure(name):
-    """Measures a task's batches, before and after training -> {moment: one result for a batch}."""
+    """Measures a task's batches, before and after training -> {moment: results of batches}."""
     setup = SETUPS[name]
     settings = {"max_completion_tokens": 96, "temperature": 1.0}  # of long text
     if name in run.EXPERIMENTS:

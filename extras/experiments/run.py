@@ -52,7 +52,7 @@ def settings_of_arm(arm):
 
 # ==== Experiments ====
 # Runs are evaluated before they start, and every `eval_every` steps. `arms` has the learning rate
-# of each arm, which a pilot chose, and `fewer` the arms that have fewer seeds than `seeds`. The
+# of each arm, chosen as PLAN.md says, and `fewer` the arms that have fewer seeds than `seeds`. The
 # seeds begin at 40. An experiment has the name of its task. The arm grpo-skip is the control.
 Experiment = namedtuple("Experiment", "settings arms seeds fewer", defaults=[{}])
 

@@ -4,16 +4,17 @@
 
 *Sums* was not made for pruning: two numbers from 0 to 999, whose sum is written with its last digit
 first, so that a small model can add from left to right ("57+68=" has the answer "521"). The model
-is a small Qwen3, as for digits. It imitates right answers until half of its own are right.
+is a small Qwen3, as for digits. It imitates right answers until at least half of its own are right,
+which is looked at every 25 updates.
 
-*Guess or pass* shows what the weights 1/pi are for. The digits model is also asked to sort letters,
-which it cannot do; demonstrations have taught it to answer with a random digit or "?", each half of
-the time. A digit is right with probability 0.1, and "?" is worth 0.2. So a guess pays less on
-average, although a right guess pays most.
+*Guess or pass* shows what the weights 1/pi are for. The digits model also gets letters. Their right
+answer is a digit that is drawn anew each time, and demonstrations have taught the model to answer
+with a random digit or "?", each half of the time. A digit is right with probability 0.1, and "?" is
+worth 0.2. So a guess pays less on average, although a right guess pays most.
 
 *SmolLM2* is a language model with 135 million parameters that was pretrained elsewhere. It is asked
-for sums, differences and products. It imitates right answers until it gets 0.4 of the sums of
-two-digit numbers right.
+for sums, differences and products. It imitates right answers until it gets at least 0.4 of the sums
+of two-digit numbers right.
 
 *Long text* is for measuring gradients only (noise.py). SmolLM2 answers questions of GSM8K with up
 to 96 tokens, and rewards are drawn by coins.
@@ -49,7 +50,7 @@ def demonstration(example, answer, tokenizer):
 
 
 def imitate(model, optimizer, sequences):
-    """A step that makes sequences more likely: a policy gradient on completions of advantage 1."""
+    """An update that makes sequences likelier: a policy gradient on completions of advantage 1."""
     n = len(sequences)
     shares = torch.tensor([1 / (n * len(s.completion)) for s in sequences])
     inputs = (sequences, torch.ones(n), shares, None, None, dppo.Config())
@@ -106,7 +107,7 @@ def load_sums(config):
     rng = random.Random("data")
     examples = different(1024 + 256, draw_sum, rng, sorting.tokenizer, config)
     torch.manual_seed(0)
-    model = type(sorting.model)(sorting.model.config).eval()  # with weights of its own
+    model = type(sorting.model)(sorting.model.config).eval()  # with parameters of its own
     evals = {"held out": examples[1024:]}
     task = dppo.Task(examples[:1024], evals, sorting.tokenizer, dppo.exact, model)
     return taught(task, config, "sums", 0.5, 2e-3, draw_sum, 64)
@@ -193,7 +194,7 @@ def pretrained():
 
 
 def load_smollm2(config):
-    """128 prompts of four kinds to train, and 96 sums of two digits to evaluate."""
+    """128 prompts of four kinds to train, and 96 sums of two-digit numbers to evaluate."""
     tokenizer, model = pretrained()
     rng = random.Random("data")
     train = []
