@@ -14,12 +14,12 @@ this beside dppo.py and start it with `python` or `accelerate launch` (pip insta
     )
     trainer.train()
 
-The method may also be "extras.proportional:Proportional" or a rule of your own. The expected
-gradient is the gradient of TRL's loss on all candidates, as long as `entropy_coef` and
-`top_entropy_quantile` keep their defaults. With loss_type dapo, which is TRL's default, the loss is
-divided by the number of all completions times max_completion_length, and not by the number of their
-tokens, which depends on the draw. So gradients are those of GRPOTrainer times the mean
-length over max_completion_length. Eight things differ from dppo.py:
+The method may also be "extras.proportional:Proportional" or a rule of your own. With
+loss_type grpo or dr_grpo, the expected gradient is the gradient of TRL's loss on all candidates, as
+long as `entropy_coef` and `top_entropy_quantile` keep their defaults. With dapo, which is TRL's
+default, the loss is divided by the number of all completions times max_completion_length, and not
+by the number of their tokens, which depends on the draw. So gradients are those of GRPOTrainer
+times the mean length over max_completion_length. Eight things differ from dppo.py:
 
 1. A step always fills TRL's batch, even if the rule would need fewer prompts. So a rule like
    Proportional reduces the noise, not the number of rollouts. The log's `rollout_worth` is the

@@ -234,7 +234,7 @@ def table_of_noise(here, saved):
         noises = [[batch[score]["0.5"][0] for score in SCORES] for batch in batches]
         means = torch.tensor(noises).mean(dim=0).tolist()
         rows.append([task, *(f"{noise:.2f}" for noise in means)])
-    return plots.table(["noise added at half of the completions", *here], *rows)
+    return plots.table(["noise added, half of the completions kept", *here], *rows)
 
 
 def table_of_times(saved):

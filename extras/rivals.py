@@ -4,10 +4,10 @@
 
 Uniform is what a score has to beat: it keeps as many completions as DPPO does, all with one pi.
 
-The others are biased on purpose. They override prune_prompts, prune_completions or step, so dppo.py
-does not check their weights.
+The others are biased, some on purpose and some as they were published. They override prune_prompts,
+prune_completions or step, so dppo.py does not check their weights.
 
-Unweighted prunes as the paper's rule does and takes the mean of what it keeps. That changes two
+Unweighted prunes as DPPO does and takes the mean of what it keeps. That changes two
 things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
 only: it keeps the divisor N G, so its gradient is shorter as well as turned.
 
@@ -17,12 +17,12 @@ others the weights 1/pi of DPPO. Most scores are equal, and among equal ones, th
 A removed prompt keeps its score. It returns when at least floor(r k) scores lie below its own. This
 happens if the mean falls, and k with it, or if other prompts get lower scores.
 
-CPPO (arXiv 2503.22342) keeps the k completions with the largest |A| of each group. Its loss is the
-mean over all kept completions, those with A = 0 included, as in its repository. (The repository
-averages over their tokens, whereas here every objective has its own Z. It also ranks the
-completions of a whole batch, where the tables of CPPO's paper count k of each group.) That paper
-fills the space of the removed completions with more prompts: with k = 2 of 8, 128 prompts for a
-batch of 32.
+CPPO (arXiv 2503.22342) keeps the k completions with the largest |A| of each group. Its loss is a
+mean over all that is kept, those with A = 0 included, as in its repository: there over tokens, here
+over completions, as every objective has its own Z. (The repository also ranks the completions of a
+whole batch, where the tables of CPPO's paper count k of each group.) That paper fills the space of
+the removed completions with more prompts, which is not done here: with k = 2 of 8, 128 prompts for
+a batch of 32.
 
 GRESO (arXiv 2506.02177) rolls out a prompt the less often, the more visits in a row its completions
 have been all correct, or all wrong. It refills its batch until enough groups have rewards that

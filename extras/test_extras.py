@@ -393,10 +393,10 @@ def test_literal_always_removes_the_lowest_and_weighs_the_others_as_dppo_does():
 
 
 def test_the_loss_of_cppo_is_the_mean_over_k_completions_of_every_group():
-    """In CPPO's repository, the loss is the mean over the kept completions, those with A = 0
-    included. At a pruning rate of 0.7, k = floor(0.3 * 8) = 2 of 8 are kept. Of three groups, one
-    has a single right answer, one is all right, and one has two right answers. So six completions
-    are kept, four of which have a gradient, each with a share of 1/6 of the loss."""
+    """In CPPO's repository, kept completions with A = 0 count in the mean, and so they do here. At
+    a pruning rate of 0.7, k = floor(0.3 * 8) = 2 of 8 are kept. Of three groups, one has a single
+    right answer, one is all right, and one has two right answers. So six completions are kept, four
+    of which have a gradient, each with a share of 1/6 of the loss."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0] * 8, [1.0, 1, 0, 0, 0, 0, 0, 0]])
     rule = rivals.CPPO(Config(completion_prune_rate=0.7), range(3))
     w_qi = rule.prune_completions(rollout_of(range(3), rewards), None)

@@ -33,7 +33,7 @@ EPOCHS = 10 * 1024  # candidates in ten epochs of digits
 OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
 PAIRS = [(PAPER, "random (0, 0.7)"), (OURS, PAPER), (OURS, "dppo (0, 0.9)")]
 PAIRS += [("our rule (0.9, 0.7)", "dppo (0.7, 0.7)"), ("our rule (0.9, 0.7)", OURS)]
-PAIRS += [("our rule (0, 0.85)", OURS)]
+PAIRS += [("our rule (0, 0.85)", OURS), ("grpo", "our rule (0.9, 0.7)")]
 
 # `short` is the share of pairs in which a run never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])

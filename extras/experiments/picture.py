@@ -55,7 +55,8 @@ def draw_one_step(fig):
 
 
 def draw_times(fig, saved, colours):
-    """The time to the higher level over grpo-skip's, with its 95% interval, on each task."""
+    """The time to the higher level over grpo-skip's, with its 95% interval, on each task. An arm
+    of which too many runs never get there is left out."""
     ax = fig.subplots()
     ax.axvline(1, color=colours["grpo-skip"], linewidth=3)
     for offset, (arm, (label, colour)) in enumerate(SHOWN.items()):

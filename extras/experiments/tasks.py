@@ -115,7 +115,7 @@ def load_sums(config):
 
 # ==== Guess or pass ====
 def draw_letters(rng, tokenizer):
-    """An example of letters to sort, which is answered with a guess or a pass."""
+    """An example of letters, which is answered with a guess or a pass."""
     letters = rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))
     return example_of("".join(letters) + "=", "unknown", tokenizer)
 
@@ -146,7 +146,7 @@ def guess_reward(prompts, completions, answer, **columns):
 
 
 def load_guess_or_pass(config):
-    """Digits and letters to sort, and the built-in model after 100 batches of demonstrations."""
+    """Digits to sort, letters, and the built-in model after 100 batches of demonstrations."""
     task = dppo.load_task(config)
     rng = random.Random(1)
     train = [dppo.sorting_example("easy", rng, task.tokenizer) for _ in range(300)]
