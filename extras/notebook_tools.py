@@ -10,7 +10,7 @@ import torch
 
 import dppo
 from extras import plots
-from extras.experiments.analysis import LEVELS, OURS, PAPER, cell, time_ratio
+from extras.experiments.analysis import LEVELS, OURS, PAPER, cell, name_of, time_ratio
 from extras.experiments.noise import SCORES
 
 
@@ -247,5 +247,5 @@ def table_of_times(saved):
             ratios = [
                 time_ratio(level, "seconds", saved[task][arm], control) for arm in arms.values()
             ]
-            rows.append([f"{task}, to {level:.2f}", *map(cell, ratios)])
+            rows.append([f"{task}, to {name_of(level)}", *map(cell, ratios)])
     return plots.table(["task", *arms], *rows)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dppo
 from extras import plots
 from extras.experiments import noise
-from extras.experiments.analysis import LEVELS, MOST_SHORT, everything, time_ratio
+from extras.experiments.analysis import LEVELS, MOST_SHORT, everything, name_of, time_ratio
 from extras.notebook_tools import graded
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ def draw_times(fig, saved, colours):
                     ratio.middle, row + 0.25 * (offset - 1), xerr=ends, label=label, **style
                 )
                 label = None  # only once
-    labels = [f"{name},\nto {level:.2f}" for name, (_, level) in LEVELS.items()]
+    labels = [f"{name},\nto {name_of(level)}" for name, (_, level) in LEVELS.items()]
     ax.set(yticks=range(len(labels)), yticklabels=labels)
     ax.set_title("CPU time to an accuracy, over grpo-skip's")
     ax.invert_yaxis()

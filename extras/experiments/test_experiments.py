@@ -37,6 +37,7 @@ def test_a_run_reaches_a_level_where_the_nearest_curve_that_never_falls_does():
     assert analysis.time_to(run_of_it, 0.6, "seconds") == pytest.approx(46.25)  # 0.1667 of 0.2667
     assert analysis.time_to(run_of_it, 0.1, "steps") == 0  # it begins there
     assert math.isnan(analysis.time_to(run_of_it, 0.71, "steps"))
+    assert analysis.time_to(run_of_it, 0.05, "steps") == pytest.approx(0.5)  # a gain of 0.05
 
 
 def test_times_are_compared_by_the_geometric_mean_of_paired_ratios():
