@@ -29,6 +29,8 @@ CLOCKS = {"seconds": 1, "steps": 0}  # columns of a curve
 # Levels of the tasks in runs.json. Those below 0.1 are gains since the start of the run.
 LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.03, 0.06)}
 EPOCHS = 10 * 1024  # candidates in ten epochs of digits
+EPOCH_ARMS = ["grpo", "grpo-skip", "dppo (0.7, 0.7)", "our rule (0.9, 0.7)"]
+EPOCH_ARMS += ["CPPO (0, 0.7)", "GRESO"]  # which the paper compares, and ours
 
 # What is compared beside each arm with the control:
 OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
@@ -223,7 +225,8 @@ def epochs_table(name, saved):
     """When ten epochs of candidates have passed."""
     arms = saved["digits"]
     rows = [["method", "steps", "seconds over `grpo`'s", "accuracy", "minus `grpo-skip`'s"]]
-    for arm, runs in arms.items():
+    for arm in EPOCH_ARMS:
+        runs = arms[arm]
         found = {seed: after_epochs(run) for seed, run in runs.items()}
         _, steps, accuracy = np.mean([*found.values()], axis=0)
         ratios = [found[seed][0] / after_epochs(run)[0] for seed, run in arms["grpo"].items()]
