@@ -7,9 +7,9 @@ Uniform is what a score has to beat: it keeps as many completions as DPPO does, 
 The others are biased, some on purpose and some as they were published. They override prune_prompts,
 prune_completions or step, so dppo.py does not check their weights.
 
-Unweighted prunes as DPPO does and takes the mean of what it keeps. That changes two
-things: the weights are gone, and the divisor is the number kept. WeightOne changes the weights
-only: it keeps the divisor N G, so its gradient is shorter as well as turned.
+Unweighted prunes as DPPO does and takes the mean of what it keeps. That changes two things: the
+weights are gone, and the divisor is the number kept. WeightOne changes the weights only: it keeps
+the divisor N G, so its gradient is shorter as well as turned.
 
 Literal is the paper's Algorithm 1 as it is reported [second-hand]. Of the k scores below the mean
 it always removes the lowest floor(r k), where DPPO prunes as many at random, and it gives the

@@ -26,7 +26,8 @@ from extras.experiments.run import load
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 CLOCKS = {"seconds": 1, "steps": 0}  # columns of a curve
-# Levels of the tasks in runs.json. Those below 0.1 are gains since the start of the run.
+GAINS_BELOW = 0.1  # lower levels are gains since the start of a run
+# Levels of the tasks in runs.json:
 LEVELS = {"sums": (0.70, 0.75), "digits": (0.80, 0.84), "SmolLM2": (0.03, 0.06)}
 EPOCHS = 10 * 1024  # candidates in ten epochs of digits
 EPOCH_ARMS = ["grpo", "grpo-skip", "dppo (0.7, 0.7)", "our rule (0.9, 0.7)"]
@@ -55,7 +56,7 @@ def time_to(run, level, clock):
     it never does. Its curve is replaced by the nearest one that never falls, since the first of
     many noisy evaluations to exceed a level would come the sooner, the more there are."""
     times, accuracies = curve_of(run, clock)
-    level += accuracies[0] if level < 0.1 else 0
+    level += accuracies[0] if level < GAINS_BELOW else 0
     accuracies = optimize.isotonic_regression(accuracies).x
     reached = np.flatnonzero(accuracies >= level)
     if len(reached) == 0:
@@ -146,7 +147,7 @@ def cell(estimate):
 
 def name_of(level):
     """0.75, or +0.06 if it is a gain."""
-    return f"{level:+.2f}" if level < 0.1 else f"{level:.2f}"
+    return f"{level:+.2f}" if level < GAINS_BELOW else f"{level:.2f}"
 
 
 def method(arm):

@@ -54,31 +54,29 @@ def draw_one_step(fig):
     plots.draw_step(fig, *one_step(), "dppo (0.7, 0.7): ")
 
 
-def shown_level(name, arms):
-    """The highest level of a task that all scores reach."""
-
-    def is_reached(level):
-        ratios = [time_ratio(level, "seconds", arms[x], arms["grpo-skip"]) for x in SHOWN]
-        return max(ratio.short for ratio in ratios) <= MOST_SHORT
-
-    return max(filter(is_reached, LEVELS[name]))
+def times_of(arms, levels):
+    """-> the highest level that all scores reach, and {arm: its time to it over grpo-skip's}."""
+    for level in levels:
+        found = {x: time_ratio(level, "seconds", arms[x], arms["grpo-skip"]) for x in SHOWN}
+        if max(ratio.short for ratio in found.values()) <= MOST_SHORT:
+            highest = level, found
+    return highest
 
 
 def draw_times(fig, saved, colours):
     """The time to a level over grpo-skip's, with its 95% interval, on each task."""
     ax = fig.subplots()
-    levels = {name: shown_level(name, saved[name]) for name in LEVELS}
+    times = {name: times_of(saved[name], levels) for name, levels in LEVELS.items()}
     ax.axvline(1, color=colours["grpo-skip"], linewidth=3)
     for offset, (arm, (label, colour)) in enumerate(SHOWN.items()):
         style = {"color": colours[colour], "fmt": "o", "markersize": 13, "elinewidth": 4}
-        for row, (name, level) in enumerate(levels.items()):
-            arms = saved[name]
-            ratio = time_ratio(level, "seconds", arms[arm], arms["grpo-skip"])
+        for row, (_, found) in enumerate(times.values()):
+            ratio = found[arm]
             ends = [[ratio.middle - ratio.low], [ratio.high - ratio.middle]]
             place = row + 0.25 * (offset - 1)
             ax.errorbar(ratio.middle, place, xerr=ends, label=label, **style)
             label = None  # only once
-    labels = [f"{name},\nto {name_of(level)}" for name, level in levels.items()]
+    labels = [f"{name},\nto {name_of(level)}" for name, (level, _) in times.items()]
     ax.set(yticks=range(len(labels)), yticklabels=labels)
     ax.set_title("CPU time to an accuracy, over grpo-skip's")
     ax.invert_yaxis()

@@ -18,8 +18,8 @@ from extras.experiments import analysis, run, tasks  # noqa: E402, because they 
 
 
 def arm(*curves, every=1):
-    """Runs with the seeds 0, 1, ..., of 10 seconds and 100 candidates a step. The
-    evaluations of a curve are `every` steps apart."""
+    """Runs with the seeds 0, 1, ..., of 10 seconds and 100 candidates a step. The evaluations
+    of a curve are `every` steps apart."""
     runs = {}
     for seed, accuracies in enumerate(curves):
         steps = [every * n for n in range(len(accuracies))]
