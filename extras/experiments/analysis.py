@@ -37,7 +37,7 @@ EPOCH_ARMS += ["CPPO (0, 0.7)", "GRESO"]  # which the paper compares, and ours
 OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
 PAIRS = [(PAPER, "random (0, 0.7)"), (OURS, PAPER), (OURS, "dppo (0, 0.9)")]
 PAIRS += [("our rule (0.9, 0.7)", "dppo (0.7, 0.7)"), ("our rule (0.9, 0.7)", OURS)]
-PAIRS += [("our rule (0, 0.85)", OURS), ("grpo", "our rule (0.9, 0.7)")]
+PAIRS += [("grpo", "our rule (0.9, 0.7)")]
 
 # `short` is the share of pairs in which a run never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
@@ -166,73 +166,59 @@ def comparison(name, arm, control):
     """Cells: the seconds to both levels, and the gaps at equal seconds and at equal steps."""
     ratios = [time_ratio(level, "seconds", arm, control) for level in LEVELS[name]]
     gaps = [compared(partial(gap, clock), arm, control) for clock in CLOCKS]
-    return [*map(cell, ratios), *map(signed, gaps)]
+    return [", ".join(map(cell, ratios)), *map(signed, gaps)]
 
 
-def by_chance_row(task, control):
+def by_chance_cells(name, control):
     """What chance makes of a comparison."""
-    ratios = [np.exp(by_chance(partial(log_ratio, x, "seconds"), control)) for x in LEVELS[task]]
+    ratios = [np.exp(by_chance(partial(log_ratio, x, "seconds"), control)) for x in LEVELS[name]]
     gaps = [by_chance(partial(gap, clock), control) for clock in CLOCKS]
-    cells = [f"{1 / ratio:.2f}–{ratio:.2f}" for ratio in ratios] + [f"±{x:.3f}" for x in gaps]
-    return [task, "`grpo-skip` over itself (A/A)", *cells]
+    times = ", ".join(f"{1 / ratio:.2f}–{ratio:.2f}" for ratio in ratios)
+    return [times, *(f"±{x:.3f}" for x in gaps)]
 
 
 def controls_table(name, saved):
     """What the log of the control shows."""
     columns = {"equal": "groups of equal rewards", "rollout": "rollouts' share of the time"}
-    columns |= {"trained": "completions trained", "clipped": "steps clipped"}
+    columns["trained"] = "completions trained"
     rows = [["task", *columns.values(), "accuracy"]]
     for task in LEVELS:
         runs = saved[task]["grpo-skip"]
         shares = [f"{mean_of(runs, itemgetter(column)):.0%}" for column in columns]
         curve = np.mean([curve_of(run, "steps")[1] for run in runs.values()], axis=0)
-        rows.append([task, *shares, f"{curve[0]:.2f} to {curve[-1]:.2f}"])
+        rows.append([task, *shares, f"{curve[0]:.2f}–{curve[-1]:.2f}"])
     return rows
 
 
 def task_table(name, saved):
-    """All arms over the control."""
+    """All arms over the control, some over one another, and the control over itself, by chance."""
     arms = saved[name]
-    names = [f"seconds to {name_of(level)}" for level in LEVELS[name]]
-    rows = [["method", "trained", "seconds a step", *names, *GAPS]]
     control = arms["grpo-skip"]
-
-    def seconds(run):
-        return length(run, "seconds") / length(run, "steps")
-
+    levels = " and ".join(map(name_of, LEVELS[name]))
+    rows = [["method", "trained", f"seconds to {levels}", *GAPS]]
     for arm, runs in arms.items():
         if runs is not control:
-            trained = mean_of(runs, itemgetter("trained"))
-            of_step = np.mean([seconds(runs[seed]) / seconds(control[seed]) for seed in runs])
-            row = [method(arm), f"{trained:.0%}", f"{of_step:.2f}"]
-            rows.append([*row, *comparison(name, runs, control)])
-    return rows
-
-
-def pairs_table(name, saved):
-    """Arms over others than the control, and chance."""
-    rows = [["task", "one over another", "seconds to two levels", "", *GAPS]]
-    for task in LEVELS:
-        arms = saved[task]
-        for arm, other in PAIRS:
-            if {arm, other} <= arms.keys():
-                cells = comparison(task, arms[arm], arms[other])
-                rows.append([task, f"{method(arm)} over {method(other)}", *cells])
-        rows.append(by_chance_row(task, arms["grpo-skip"]))
+            trained = f"{mean_of(runs, itemgetter('trained')):.0%}"
+            rows.append([method(arm), trained, *comparison(name, runs, control)])
+    for arm, other in PAIRS:
+        if {arm, other} <= arms.keys():
+            cells = comparison(name, arms[arm], arms[other])
+            rows.append([f"{method(arm)} over {method(other)}", "", *cells])
+    rows.append(["chance (A/A)", "", *by_chance_cells(name, control)])
     return rows
 
 
 def epochs_table(name, saved):
     """When ten epochs of candidates have passed."""
     arms = saved["digits"]
-    rows = [["method", "steps", "seconds over `grpo`'s", "accuracy", "minus `grpo-skip`'s"]]
+    rows = [["method", "steps", "seconds over `grpo`'s", "accuracy minus `grpo-skip`'s"]]
     for arm in EPOCH_ARMS:
         runs = arms[arm]
         found = {seed: after_epochs(run) for seed, run in runs.items()}
-        _, steps, accuracy = np.mean([*found.values()], axis=0)
+        steps = np.mean([at_end[1] for at_end in found.values()])
         ratios = [found[seed][0] / after_epochs(run)[0] for seed, run in arms["grpo"].items()]
         difference = signed(compared(more_accurate, runs, arms["grpo-skip"]))
-        row = [method(arm), f"{steps:.0f}", f"{stats.gmean(ratios):.2f}", f"{accuracy:.3f}"]
+        row = [method(arm), f"{steps:.0f}", f"{stats.gmean(ratios):.2f}"]
         rows.append([*row, difference if arm != "grpo-skip" else ""])
     return rows
 
@@ -249,24 +235,25 @@ def guesses_table(name, saved):
 
 
 def noise_table(name, saved):
-    """The noise that pruning adds with each score, by draws in order. The scores keep half."""
+    """The noise that pruning adds at first with each score, by draws in order. The scores keep
+    half."""
     _, *scores = noise.SCORES  # without random
     labels = [noise.SCORES[score].replace("|", "\\|") for score in scores]
     rows = [["task", "the paper's rule", "random, as many", *(f"half by {x}" for x in labels)]]
     for task, moments in saved["noise"].items():
-        for moment, batches in moments.items():
-            values = [[b["paper's rule"] for b in batches]]
-            values += [[b["random, paper's share"] for b in batches]]
-            values += [[b[score]["0.5"] for b in batches] for score in scores]
-            cells = [f"{np.mean(value, axis=0)[0]:.2f}" for value in values]
-            share = np.mean([b["paper's share"] for b in batches])
-            cells[0] = f"{share:.2f} kept: {cells[0]}"
-            rows.append([f"{task}, {moment}", *cells])
+        batches = moments["after 0 steps"]
+        values = [[b["paper's rule"] for b in batches]]
+        values += [[b["random, paper's share"] for b in batches]]
+        values += [[b[score]["0.5"] for b in batches] for score in scores]
+        cells = [f"{np.mean(value, axis=0)[0]:.2f}" for value in values]
+        share = np.mean([b["paper's share"] for b in batches])
+        cells[0] += f" ({share:.2f})"
+        rows.append([task, *cells])
     return rows
 
 
-TABLES = {"controls": controls_table, "pairs": pairs_table, "equal epochs": epochs_table}
-TABLES |= {"noise": noise_table, "guess or pass": guesses_table}
+TABLES = {"controls": controls_table, "equal epochs": epochs_table, "noise": noise_table}
+TABLES |= {"guess or pass": guesses_table}
 TABLES |= dict.fromkeys(LEVELS, task_table)
 
 
@@ -275,8 +262,8 @@ def with_tables(text, saved):
 
     def made(match):
         rows = TABLES[match[1]](match[1], saved)
-        rows.insert(1, ["---"] * len(rows[0]))
         lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines.insert(1, "|---" * len(rows[0]) + "|")
         return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- table: (.*?) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
