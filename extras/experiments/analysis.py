@@ -181,7 +181,7 @@ def controls_table(name, saved):
     """What the log of the control shows."""
     columns = {"equal": "groups of equal rewards", "rollout": "rollouts' share of the time"}
     columns["trained"] = "completions trained"
-    rows = [["task", *columns.values(), "accuracy"]]
+    rows = [["task", *columns.values(), "accuracy, first–last"]]
     for task in LEVELS:
         runs = saved[task]["grpo-skip"]
         shares = [f"{mean_of(runs, itemgetter(column)):.0%}" for column in columns]
@@ -204,7 +204,7 @@ def task_table(name, saved):
         if {arm, other} <= arms.keys():
             cells = comparison(name, arms[arm], arms[other])
             rows.append([f"{method(arm)} over {method(other)}", "", *cells])
-    rows.append(["chance (A/A)", "", *by_chance_cells(name, control)])
+    rows.append(["chance", "", *by_chance_cells(name, control)])
     return rows
 
 
@@ -239,7 +239,7 @@ def noise_table(name, saved):
     half."""
     _, *scores = noise.SCORES  # without random
     labels = [noise.SCORES[score].replace("|", "\\|") for score in scores]
-    rows = [["task", "the paper's rule", "random, as many", *(f"half by {x}" for x in labels)]]
+    rows = [["task", "`dppo`", "random, as many", *(f"half by {x}" for x in labels)]]
     for task, moments in saved["noise"].items():
         batches = moments["after 0 steps"]
         values = [[b["paper's rule"] for b in batches]]
