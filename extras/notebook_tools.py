@@ -10,8 +10,13 @@ import torch
 
 import dppo
 from extras import plots
-from extras.experiments.analysis import LEVELS, OURS, PAPER, cell, name_of, time_ratio
-from extras.experiments.noise import SCORES
+from extras.experiments import analysis, noise
+
+
+def table(head, *rows):
+    from IPython.display import Markdown  # which is there wherever a notebook is
+
+    return Markdown(analysis.in_markdown([head, *rows]))
 
 
 # ==== Live runs ====
@@ -64,7 +69,7 @@ def totals(run, first=0):
 def table_of_runs(runs, first=0):
     rows = {name: totals(run, first) for name, run in runs.items()}
     head = next(iter(rows.values()))
-    return plots.table(["run", *head], *[[name, *row.values()] for name, row in rows.items()])
+    return table(["run", *head], *[[name, *row.values()] for name, row in rows.items()])
 
 
 def table_of_answers(task, run):
@@ -82,7 +87,7 @@ def table_of_answers(task, run):
             row += [f"`{text}`", f"{int(rewards.sum())} of 8"]
         rows.append(row)
     head = ["", "prompt", "answer", "one of 8, before", "right", "one of 8, after", "right"]
-    return plots.table(head, *rows)
+    return table(head, *rows)
 
 
 def draw_visits(run):
@@ -156,14 +161,11 @@ def draw_weights(kind, past, rewards, number=1000):
 def gradients(task, sequences, A, config):
     """(completions,) A -> (completions with a gradient, parameters) the gradient of the loss of
     each, alone."""
-    parameters = [*task.model.parameters()]
-    rows = A.nonzero()[:, 0].tolist()
-    g = torch.empty(len(rows), sum(part.numel() for part in parameters))
-    for row, i in zip(g, rows):
-        inputs = (task.model, [sequences[i]], [[0]], config.temperature)
-        logprobs, _ = dppo.completion_logprobs(*inputs)
-        parts = torch.autograd.grad(-A[i] * logprobs.mean(), parameters)
-        row[:] = torch.cat([part.flatten() for part in parts])
+    rows = A.nonzero()[:, 0]
+    g = torch.empty(len(rows), task.model.num_parameters())
+    kept = [sequences[row] for row in rows]
+    for row, gradient in zip(g, noise.gradients(task, kept, A[rows], 0, config)):
+        row[:] = gradient
     return g
 
 
@@ -185,8 +187,8 @@ def degrees_by_chance(weights, g):
     """By how many degrees chance turns the mean step, if (steps, completions) weights are unbiased:
     the standard error of the mean over the length of the full gradient, as an angle."""
     scatter = weights - weights.mean(dim=0)
-    noise = ((scatter @ (g @ g.T)) * scatter).sum(dim=1).mean() / len(weights)
-    return math.degrees(math.atan((noise.sqrt() / g.sum(dim=0).norm()).item()))
+    variance = ((scatter @ (g @ g.T)) * scatter).sum(dim=1).mean() / len(weights)
+    return math.degrees(math.atan((variance.sqrt() / g.sum(dim=0).norm()).item()))
 
 
 def draw_cloud(g, weights):
@@ -228,24 +230,27 @@ def draw_guessing(arms, names):
 def table_of_noise(here, saved):
     """The added noise of each score at half of the completions: {score: noise} of this notebook,
     and the means of the saved batches before training."""
-    rows = [["digits, here", *(f"{noise:.2f}" for noise in here.values())]]
+    rows = [["digits, here", *(f"{value:.2f}" for value in here.values())]]
     for task, moments in saved.items():
-        batches = moments["after 0 steps"]
-        noises = [[batch[score]["0.5"][0] for score in SCORES] for batch in batches]
-        means = torch.tensor(noises).mean(dim=0).tolist()
-        rows.append([task, *(f"{noise:.2f}" for noise in means)])
-    return plots.table(["noise added, half of the completions kept", *here], *rows)
+        noises = noise.with_half(moments["after 0 steps"])
+        rows.append([task, *(f"{value:.2f}" for value in noises)])
+    return table(["noise added, half of the completions kept", *here], *rows)
 
 
 def table_of_times(saved):
     """The time to two levels over grpo-skip's, of three scores of completions."""
-    arms = {"random": "random (0, 0.7)", "`dppo` (0, 0.7)": PAPER, "our rule (0, 0.7)": OURS}
+    arms = {
+        "random": "random (0, 0.7)",
+        "`dppo` (0, 0.7)": analysis.PAPER,
+        "our rule (0, 0.7)": analysis.OURS,
+    }
     rows = []
-    for task, levels in LEVELS.items():
+    for task, levels in analysis.LEVELS.items():
         control = saved[task]["grpo-skip"]
         for level in levels:
             ratios = [
-                time_ratio(level, "seconds", saved[task][arm], control) for arm in arms.values()
+                analysis.time_ratio(level, "seconds", saved[task][arm], control)
+                for arm in arms.values()
             ]
-            rows.append([f"{task}, to {name_of(level)}", *map(cell, ratios)])
-    return plots.table(["task", *arms], *rows)
+            rows.append([f"{task}, to {analysis.name_of(level)}", *map(analysis.cell, ratios)])
+    return table(["task", *arms], *rows)

@@ -41,14 +41,6 @@ def style():
     plt.rc("legend", frameon=False)
 
 
-def table(head, *rows):
-    """A table of the notebook."""
-    from IPython.display import Markdown  # which is there wherever a notebook is
-
-    lines = [head, ["---"] * len(head), *rows]
-    return Markdown("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
-
-
 def draw_step(fig, pi, states, kept, told=""):
     """A step: above, each candidate's pi as a bar, with the weight of those that were kept; below,
     their completions, as columns of `states`: 0 no gradient, 1 pruned, 2 kept. (N,) pi; (G, N)

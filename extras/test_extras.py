@@ -278,7 +278,8 @@ def test_measured_gradients_are_those_of_the_losses():
     torch.manual_seed(0)
     rollout = dppo.roll_out(task, 4, torch.arange(4), w_q, config)
     rows = rollout.A.flatten().nonzero()[:, 0].tolist()
-    gram = noise.products(noise.gradients(task, rollout, rows, 0, config))
+    inputs = ([rollout.sequences[row] for row in rows], rollout.A.flatten()[rows])
+    gram = noise.products([*noise.gradients(task, *inputs, 0, config)])
     for i, row in enumerate(rows):  # a step on one completion alone, of N G = 16
         weights = torch.zeros(16).double()
         weights[row] = 1.0

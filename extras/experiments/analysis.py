@@ -238,17 +238,16 @@ def noise_table(name, saved):
     """The noise that pruning adds at first with each score, by draws in order. The scores keep
     half."""
     _, *scores = noise.SCORES  # without random
-    labels = [noise.SCORES[score].replace("|", "\\|") for score in scores]
-    rows = [["task", "`dppo`", "random, as many", *(f"half by {x}" for x in labels)]]
+    labels = [f"half by {noise.SCORES[score]}" for score in scores]
+    rows = [["task", "`dppo`", "random, as many", *labels]]
     for task, moments in saved["noise"].items():
         batches = moments["after 0 steps"]
-        values = [[b["paper's rule"] for b in batches]]
-        values += [[b["random, paper's share"] for b in batches]]
-        values += [[b[score]["0.5"] for b in batches] for score in scores]
-        cells = [f"{np.mean(value, axis=0)[0]:.2f}" for value in values]
         share = np.mean([b["paper's share"] for b in batches])
-        cells[0] += f" ({share:.2f})"
-        rows.append([task, *cells])
+        of_rule = np.mean([b["paper's rule"][0] for b in batches])
+        of_random = np.mean([b["random, paper's share"][0] for b in batches])
+        _, *of_scores = noise.with_half(batches)
+        others = [f"{value:.2f}" for value in (of_random, *of_scores)]
+        rows.append([task, f"{of_rule:.2f} ({share:.2f})", *others])
     return rows
 
 
@@ -257,14 +256,22 @@ TABLES |= {"guess or pass": guesses_table}
 TABLES |= dict.fromkeys(LEVELS, task_table)
 
 
+def in_markdown(rows):
+    """A table, whose first row is its head. A bar within a cell must not end it."""
+    lines = []
+    for row in rows:
+        cells = [str(cell).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines)
+
+
 def with_tables(text, saved):
     """A text, with its tables made anew."""
 
     def made(match):
-        rows = TABLES[match[1]](match[1], saved)
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lines.insert(1, "|---" * len(rows[0]) + "|")
-        return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
+        table = in_markdown(TABLES[match[1]](match[1], saved))
+        return f"<!-- table: {match[1]} -->\n{table}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (.*?) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
 

@@ -46,22 +46,18 @@ SETUPS = {
 }
 
 
-def gradients(task, rollout, rows, layers, config):
-    """The gradients of the losses of the completions at `rows`, each of them flat."""
+def gradients(task, sequences, A, layers, config):
+    """(n,) A of n completions -> the gradient of the loss of each, alone and flat, one by one."""
     parts = task.model.model.layers[::layers] if layers else [task.model]
     parameters = [parameter for part in parts for parameter in part.parameters()]
-    scales = (rollout.A / rollout.lengths).flatten().tolist()
-    rows_of_g = []
-    for i in rows:
-        inputs = (task.model, [rollout.sequences[i]], [[0]], config.temperature)
-        logprobs, _ = dppo.completion_logprobs(*inputs)
-        parts = torch.autograd.grad(-scales[i] * logprobs.sum(), parameters)
-        rows_of_g.append(torch.cat([part.flatten() for part in parts]))
-    return rows_of_g
+    for sequence, advantage in zip(sequences, A.tolist()):
+        logprobs, _ = dppo.completion_logprobs(task.model, [sequence], [[0]], config.temperature)
+        parts = torch.autograd.grad(-advantage * logprobs.mean(), parameters)
+        yield torch.cat([part.flatten() for part in parts])
 
 
 def products(rows_of_g):
-    """n gradients -> (n, n) float64 g_i . g_j."""
+    """A list of n gradients -> (n, n) float64 g_i . g_j."""
     gram = torch.zeros(len(rows_of_g), len(rows_of_g), dtype=torch.float64)
     for i, g in enumerate(rows_of_g):
         for j, other in enumerate(rows_of_g[: i + 1]):
@@ -89,8 +85,10 @@ def measured(task, prompts, layers, config):
     rows = torch.arange(rollout.A.numel()).view_as(rollout.A)
     rows = rows.gather(1, rollout.A.argsort(dim=1, stable=True)).flatten()
     rows = rows[rollout.A.flatten()[rows] != 0]
-    gram = products(gradients(task, rollout, rows.tolist(), layers, config))
-    A = rollout.A.flatten()[rows].abs()
+    sequences = [rollout.sequences[row] for row in rows]
+    A = rollout.A.flatten()[rows]
+    gram = products([*gradients(task, sequences, A, layers, config)])
+    A = A.abs()
     factor = (surprise(rollout) / rollout.lengths).flatten()[rows]
     scores = (torch.ones_like(A), A, A * factor, gram.diagonal().sqrt())
 
@@ -104,6 +102,12 @@ def measured(task, prompts, layers, config):
     for name, score in zip(SCORES, scores, strict=True):
         result[name] = {str(x): both(share_probabilities(score, x)) for x in SHARES}
     return result
+
+
+def with_half(batches):
+    """The mean over batches of the noise of each score, with half of the completions kept, by
+    draws in order."""
+    return [sum(b[score]["0.5"][0] for b in batches) / len(batches) for score in SCORES]
 
 
 def measure(name):
