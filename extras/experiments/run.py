@@ -69,11 +69,10 @@ DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
 DIGITS |= {"our rule (0, 0.7)": 5e-5, "our rule (0.9, 0.7)": 5e-5}
 RIVALS = {"all weights 1 (0.7, 0.7)": 5e-5, "Literal (0.7, 0.7)": 5e-5}
 RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 2e-4}
-SUMS = {"grpo": 2e-4, "grpo-skip": 2e-4, "random (0, 0.7)": 2e-4}
-SUMS |= {"dppo (0, 0.7)": 2e-4, "dppo (0, 0.9)": 2e-4, "dppo (0.7, 0.7)": 2e-4}
-SUMS |= {"our rule (0, 0.7)": 2e-4, "our rule (0.9, 0.7)": 2e-4}
-SMOLLM2 = {"grpo-skip": 2.5e-6, "random (0, 0.7)": 2.5e-6, "dppo (0, 0.7)": 2.5e-6}
-SMOLLM2 |= {"our rule (0, 0.7)": 2.5e-6, "our rule (0, 0.85)": 5e-6}
+SUMS = ["grpo", "grpo-skip", "random (0, 0.7)", "dppo (0, 0.7)", "dppo (0, 0.9)"]
+SUMS = dict.fromkeys([*SUMS, "dppo (0.7, 0.7)", "our rule (0, 0.7)", "our rule (0.9, 0.7)"], 2e-4)
+SMOLLM2 = ["grpo-skip", "random (0, 0.7)", "dppo (0, 0.7)"]
+SMOLLM2 = dict.fromkeys([*SMOLLM2, "our rule (0, 0.7)", "our rule (0, 0.85)"], 2.5e-6)
 GUESSES = ["grpo-skip", "dppo (0.7, 0.7)", "our rule (0.7, 0.7)", "unweighted (0.7, 0.7)"]
 GUESSES = dict.fromkeys([*GUESSES, "CPPO (0, 0.7)"], 1e-4)
 
