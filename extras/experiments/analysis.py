@@ -37,7 +37,7 @@ EPOCH_ARMS += ["CPPO (0, 0.7)", "GRESO"]  # which the paper compares, and ours
 OURS, PAPER = "our rule (0, 0.7)", "dppo (0, 0.7)"
 PAIRS = [(PAPER, "random (0, 0.7)"), (OURS, PAPER), (OURS, "dppo (0, 0.9)")]
 PAIRS += [("our rule (0.9, 0.7)", "dppo (0.7, 0.7)"), ("our rule (0.9, 0.7)", OURS)]
-PAIRS += [("grpo", "our rule (0.9, 0.7)")]
+PAIRS += [("our rule (0, 0.85)", PAPER), ("grpo", "our rule (0.9, 0.7)")]
 
 # `short` is the share of pairs in which a run never reached the level.
 Estimate = namedtuple("Estimate", "middle low high short", defaults=[0.0])
