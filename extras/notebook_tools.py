@@ -232,7 +232,7 @@ def table_of_noise(here, saved):
     and the means of the saved batches before training."""
     rows = [["digits, here", *(f"{value:.2f}" for value in here.values())]]
     for task, moments in saved.items():
-        noises = noise.with_half(moments["after 0 steps"])
+        noises = noise.with_share(0.5, moments["after 0 steps"])
         rows.append([task, *(f"{value:.2f}" for value in noises)])
     return table(["noise added, half of the completions kept", *here], *rows)
 

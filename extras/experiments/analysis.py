@@ -245,7 +245,7 @@ def noise_table(name, saved):
         share = np.mean([b["paper's share"] for b in batches])
         of_rule = np.mean([b["paper's rule"][0] for b in batches])
         of_random = np.mean([b["random, paper's share"][0] for b in batches])
-        _, *of_scores = noise.with_half(batches)
+        _, *of_scores = noise.with_share(0.5, batches)
         others = [f"{value:.2f}" for value in (of_random, *of_scores)]
         rows.append([task, f"{of_rule:.2f} ({share:.2f})", *others])
     return rows

@@ -104,10 +104,10 @@ def measured(task, prompts, layers, config):
     return result
 
 
-def with_half(batches):
-    """The mean over batches of the noise of each score, with half of the completions kept, by
+def with_share(share, batches):
+    """The mean over batches of the noise of each score, with this share of the completions kept, by
     draws in order."""
-    return [sum(b[score]["0.5"][0] for b in batches) / len(batches) for score in SCORES]
+    return [sum(b[score][str(share)][0] for b in batches) / len(batches) for score in SCORES]
 
 
 def measure(name):

@@ -89,9 +89,9 @@ def draw_noise(fig, results, colours):
     shares = noise.SHARES
     lines = [colours[name] for name in ("grpo", "dppo", "our rule", "grpo-skip")]
     for ax, (task, moments) in zip(fig.subplots(1, len(results), sharey=True), results.items()):
-        for (score, label), colour in zip(noise.SCORES.items(), lines):
-            batches = [[b[score][str(x)][0] for x in shares] for b in moments["after 0 steps"]]
-            ax.plot(shares, np.mean(batches, axis=0), "o-", color=colour, linewidth=3, label=label)
+        noises = [noise.with_share(share, moments["after 0 steps"]) for share in shares]
+        for label, colour, of_score in zip(noise.SCORES.values(), lines, zip(*noises)):
+            ax.plot(shares, of_score, "o-", color=colour, linewidth=3, label=label)
         ax.set_title(task)
         ax.set(xlabel="share kept", xticks=shares, yscale="log", ylim=(0.008, 5))
     fig.axes[0].set(ylabel="added noise")

@@ -64,9 +64,8 @@ OF_SMOLLM2 |= {"micro_batch_tokens": 1024, "eval_samples": 2, "warmup_steps": 2}
 OF_GUESSES = {"steps": 100, "eval_every": 20, "eval_samples": 8}
 OF_GUESSES |= {"objective": "dr_grpo", "temperature": 1.0}
 
-DIGITS = {"grpo": 5e-5, "grpo-skip": 5e-5, "random (0, 0.7)": 5e-5}
-DIGITS |= {"dppo (0, 0.7)": 5e-5, "dppo (0.7, 0.7)": 5e-5}
-DIGITS |= {"our rule (0, 0.7)": 5e-5, "our rule (0.9, 0.7)": 5e-5}
+DIGITS = ["grpo", "grpo-skip", "random (0, 0.7)", "dppo (0, 0.7)", "dppo (0.7, 0.7)"]
+DIGITS = dict.fromkeys([*DIGITS, "our rule (0, 0.7)", "our rule (0.9, 0.7)"], 5e-5)
 RIVALS = {"all weights 1 (0.7, 0.7)": 5e-5, "Literal (0.7, 0.7)": 5e-5}
 RIVALS |= {"CPPO (0, 0.7)": 5e-5, "GRESO": 2e-4}
 SUMS = ["grpo", "grpo-skip", "random (0, 0.7)", "dppo (0, 0.7)", "dppo (0, 0.9)"]
